@@ -1,0 +1,1 @@
+"""What a policy does at run time."""

@@ -1,0 +1,1 @@
+"""Training recipes: readable programs on top of `ckpt`."""
