@@ -1,0 +1,175 @@
+"""Every configuration key of `train.py` and `plan.py`: name, type, default, one line of doc, and the rules between keys.
+
+YAML files under conf/ hold only what differs from these defaults. Knows no torch and no Hydra, so that a mistake is
+reported before anything heavy is imported.
+
+    cfg = from_dict({"seq_len": 512, "strategy": {"name": "every_n", "n": 2}})
+    cfg.seq_len, cfg.strategy.name, cfg.strategy.fields       # 512, "every_n", {"n": 2}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from recipes.schema import build, key, section
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Stretch rotary positions so that a model runs beyond the context it was trained for."""
+
+    type: Literal["none", "linear", "yarn"] = key("none", "how positions are stretched")
+    factor: float = key(1.0, "new context divided by the model's own", at_least=1)
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str = key("small", "label of an embedded config, or hub ID or folder of a model")
+    init: Literal["pretrained", "random"] = key("pretrained", "real weights, or random ones from the config alone")
+    config: dict[str, Any] = key({}, "architecture for init=random, as in config.json; empty: read it from `name`")
+    tokenizer: str = key("auto", "auto: the model's own; byte: one token a byte, no file; or hub ID or folder")
+    gguf_file: str | None = key(None, "GGUF file with the weights, inside `name`")
+    revision: str | None = key(None, "branch, tag or commit on the hub")
+    rope_scaling: RopeScaling = section(RopeScaling, "contexts beyond the model's own")
+    trust_remote_code: bool = key(False, "run Python code that a hub repository brings along")
+
+
+@dataclass(frozen=True)
+class Data:
+    source: Literal["stdlib", "text", "hub", "chat"] = key("stdlib", "where documents come from")
+    path: str | list[str] | None = key(None, "text, chat: files, folders or globs")
+    name: str | None = key(None, "hub: ID of the data set")
+    subset: str | None = key(None, "hub: configuration of the data set")
+    split: str = key("train", "hub: split to train on")
+    column: str = key("text", "hub, jsonl, parquet: column that holds the text")
+    max_documents: int | None = key(None, "use only the first so many documents", at_least=1)
+    eval_fraction: float = key(0.02, "share of the documents held out for evaluation", at_least=0, below=1)
+    packing: Literal["isolate", "concat", "none"] = key("isolate",
+                                                        "documents share rows unseen by each other, seen, or not at all")
+    shuffle: bool = key(True, "visit documents in a random order, new each epoch")
+    streaming: bool = key(False, "read as it goes, for data larger than memory")
+
+
+@dataclass(frozen=True)
+class Optim:
+    lr: float = key(1e-3, "peak learning rate", above=0)
+    schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = key("cosine", "learning rate over time")
+    warmup: float = key(0.05, "steps of linear warm-up; below 1: as a share of `steps`", at_least=0)
+    weight_decay: float = key(0.1, "decoupled weight decay, on matrices only", at_least=0)
+    betas: tuple[float, float] = key((0.9, 0.95), "AdamW's averaging factors", at_least=0, below=1)
+    eps: float = key(1e-8, "AdamW's epsilon", above=0)
+    clip: float = key(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
+
+
+@dataclass(frozen=True)
+class Peft:
+    name: Literal["none", "lora"] = key("none", "parameter-efficient method")
+    rank: int = key(16, "LoRA rank", at_least=1)
+    alpha: float = key(32.0, "LoRA scale, divided by the rank", above=0)
+    dropout: float = key(0.0, "dropout in front of the adapters", at_least=0, below=1)
+    targets: str | list[str] = key("all-linear", "modules that get an adapter, as in peft")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Degrees of the device mesh; -1 takes the ranks that the others leave."""
+
+    replicate: int = key(1, "data parallel with whole copies", at_least=-1)
+    shard: int = key(-1, "data parallel with parameters, gradients and optimizer state sharded", at_least=-1)
+    tensor: int = key(1, "tensor parallel", at_least=-1)
+    sequence: int = key(1, "sequence parallel (Ulysses)", at_least=-1)
+
+
+@dataclass(frozen=True)
+class Eval:
+    every: int = key(0, "steps between evaluations; 0: only at the end", at_least=0)
+    batches: int = key(8, "batches of one evaluation; 0: never evaluate", at_least=0)
+
+
+@dataclass(frozen=True)
+class Wandb:
+    project: str = key("activation-checkpointing", "W&B project")
+    entity: str | None = key(None, "W&B user or team; null: the key's default")
+    group: str | None = key(None, "group of the run; a sweep sets it")
+    mode: Literal["auto", "online", "offline"] = key("auto", "auto: online with an API key, offline without")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    name: str = key("auto", "device by name, as ckpt/hardware.py lists them; auto: the one in use")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    name: str | None = key(None, "folder of a sweep under runs_dir; null: from its start time")
+    resume: bool = key(False, "skip the jobs of the named sweep that already ended ok")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The chosen strategy and its own fields (`ckpt.strategies.make(name, **fields)`)."""
+
+    name: str = "none"
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Config:
+    recipe: Literal["pretrain", "finetune"] = key("pretrain", "program of recipes/ to run")
+    name: str | None = key(None, "run directory under runs_dir; null: strategy-model-seq_len-start time")
+    runs_dir: str = key("runs", "folder of all runs")
+    resume: bool = key(False, "continue the run called `name` from its train state")
+    steps: int = key(100, "optimizer steps", at_least=1)
+    seq_len: int = key(1024, "tokens in a row", at_least=2)
+    batch_size: int = key(2, "rows in one forward and backward, on each data-parallel rank", at_least=1)
+    grad_accum: int = key(1, "micro-batches in an optimizer step", at_least=1)
+    seed: int = key(0, "seed of weights, data order and dropout", at_least=0)
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda where there is one")
+    deterministic: bool = key(False, "only deterministic kernels, slower on a GPU")
+    dtype: Literal["fp32", "bf16", "bf16_pure"] = key("fp32", "bf16: fp32 master weights, bf16 compute")
+    loss: Literal["chunked", "full", "torch", "liger"] = key("chunked", "chunked: never a (tokens, vocabulary) tensor")
+    tile_mlp: int | Literal["auto"] = key(1, "tiles that the MLP is replayed in", at_least=1)
+    attn: str = key("auto", "attention: auto, flash, sdpa, eager, flash_attention_2, flash_attention_3, kernels:ID")
+    compile: bool = key(False, "torch.compile the decoder layers")
+    log_every: int = key(1, "steps between lines of metrics.jsonl", at_least=1)
+    measure_every: int = key(0, "steps between probe steps of the memory ledger; 0: one, after warm-up", at_least=0)
+    save_every: int = key(0, "steps between train states; 0: only at the end", at_least=0)
+    tracker: Literal["wandb", "none"] = key("wandb", "where metrics go besides metrics.jsonl")
+    on_predicted_oom: Literal["warn", "error"] = key("warn", "what to do when the predicted peak exceeds the device")
+    output: Literal["table", "json"] = key("table", "how results are printed")
+    debug: bool = key(False, "show the traceback of an error")
+    model: Model = section(Model, "what is trained")
+    data: Data = section(Data, "on which text")
+    strategy: Strategy = dataclasses.field(default_factory=Strategy)
+    optim: Optim = section(Optim, "how weights move")
+    peft: Peft = section(Peft, "parameter-efficient fine-tuning")
+    parallel: Parallel = section(Parallel, "over which ranks")
+    eval: Eval = section(Eval, "held-out loss")
+    hardware: Hardware = section(Hardware, "device for predictions and utilization")
+    wandb: Wandb = section(Wandb, "Weights & Biases")
+    sweep: Sweep = section(Sweep, "multirun (-m)")
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """Make the checked Config of a nested dict. Raises ValueError, in one line, for the first mistake."""
+    values = dict(values)
+    strategy = _strategy(values.pop("strategy", {"name": "none"}))
+    cfg = dataclasses.replace(build(Config, values), strategy=strategy)
+    return cfg
+
+
+def to_dict(cfg: Config) -> dict[str, Any]:
+    """Return the nested dict that `from_dict` takes back: plain types only, strategy fields flat beside its name."""
+    values = dataclasses.asdict(cfg)
+    values["strategy"] = {"name": cfg.strategy.name, **cfg.strategy.fields}
+    values["optim"]["betas"] = list(cfg.optim.betas)
+    return values
+
+
+def _strategy(node: Any) -> Strategy:
+    if isinstance(node, str):
+        node = {"name": node}
+    fields = {name: value for name, value in node.items() if name != "name"}
+    return Strategy(node.get("name", "none"), fields)
