@@ -1,0 +1,127 @@
+"""From the command line to a checked Config: Hydra's grammar and multirun, our errors and exit codes.
+
+Owns the spelling of overrides, the exit codes and how an error is shown. Exit codes: 0 ok, 2 a mistake in what was asked,
+1 the run failed, 130 interrupted.
+
+    main(train)        # train(cfg: Config) -> None
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from recipes.config import Config, from_dict, to_dict
+from recipes.rundir import RunStopped, one_line
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+GROUPS = ("model", "data", "peft", "hardware", "recipe")
+USAGE_ERROR, RUN_FAILED, INTERRUPTED = 2, 1, 130
+
+
+def main(task: Callable[[Config], None]) -> None:
+    """Compose the config from sys.argv, check it and call `task`; with -m, once a job. Ends the process on an error."""
+    argv = sys.argv[1:]
+    try:
+        sys.argv[1:] = normalise(argv)
+        register_defaults()
+        # Hydra would print its own multi-line report and exit with 1; with this it lets the exception through to us.
+        os.environ["HYDRA_FULL_ERROR"] = "1"
+        signal.signal(signal.SIGTERM, _raise_interrupt)
+        composed = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda node: task(to_config(node)))
+        composed()
+    except (Exception, KeyboardInterrupt) as error:
+        if os.environ.get("CKPT_TRACEBACK") == "1" or any(re.fullmatch(r"\+*debug=(true|True|1)", word) for word in argv):
+            traceback.print_exc()
+        print(f"error: {describe(error)}", file=sys.stderr)
+        sys.exit(exit_code(error))
+
+
+def to_config(node: DictConfig) -> Config:
+    """Check a composed Hydra node and make the Config of it."""
+    return from_dict(OmegaConf.to_container(node, resolve=True, throw_on_missing=True))
+
+
+def register_defaults() -> None:
+    """Tell Hydra every key and its default, so that `--cfg job` shows them and conf/ holds differences only."""
+    defaults = to_dict(Config())
+    del defaults["strategy"]     # conf/strategy/none.yaml brings it, so that `+strategy=X` can add to it
+    ConfigStore.instance().store(name="defaults_of_program", node=defaults)
+
+
+def normalise(argv: Sequence[str]) -> list[str]:
+    """Rewrite overrides so that every usual spelling means the same to Hydra.
+
+    `strategy=X` and `++strategy=X` become `+strategy=X` (the group stands outside the defaults list: TERRAIN of Hydra
+    1.3), `+model=X` becomes `model=X`, and a plain key gets `++`: then an unknown one reaches our own check, which names
+    the nearest, and not Hydra's advice to add a `+`.
+    """
+    out = []
+    for word in argv:
+        found = re.match(r"^(\+{0,2})([A-Za-z_][\w.]*)(@[\w.]+)?=", word)
+        if not found or found[3] or found[2].split(".")[0] == "hydra":
+            out.append(word)
+            continue
+        name, rest = found[2], word[found.end(2):]
+        prefix = "+" if name == "strategy" else "" if name in GROUPS else "++"
+        out.append(prefix + name + rest)
+    return out
+
+
+def describe(error: BaseException) -> str:
+    """Say in one line what went wrong and, where it is known, what to change."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return _describe_hydra(error)
+    text = one_line(error)
+    if isinstance(error, (ValueError, RunStopped)):
+        return text
+    return f"{text} (CKPT_TRACEBACK=1 or debug=true shows where)"
+
+
+def exit_code(error: BaseException) -> int:
+    """Choose the exit code of an error."""
+    if isinstance(error, KeyboardInterrupt) or (isinstance(error, RunStopped) and error.status == "interrupted"):
+        return INTERRUPTED
+    return USAGE_ERROR if isinstance(error, (ValueError, HydraException, OmegaConfBaseException)) else RUN_FAILED
+
+
+def options(group: str) -> list[str]:
+    """List the choices of a config group."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def _describe_hydra(error: Exception) -> str:
+    missing = getattr(error, "missing_cfg_file", None)
+    if missing and "/" in str(missing):
+        group, name = str(missing).rsplit("/", 1)
+        near = difflib.get_close_matches(name, options(group), n=1)
+        did_you_mean = f" Did you mean {near[0]}?" if near else ""
+        return f"{group}={name} is unknown.{did_you_mean} Choose {', '.join(options(group))}."
+    override = getattr(error, "override", None)
+    if isinstance(error, OverrideParseException) and override:
+        return (f"cannot read {override!r}: write key=value, with quotes around a value that holds , = or spaces "
+                f"(\"key='a,b'\"), and a + between members of a keep-list.")
+    return " ".join(str(error).split())
+
+
+def _raise_interrupt(signum: int, frame: Any) -> None:
+    """Turn SIGTERM into the exception that Ctrl-C raises, so that both record the run's status. The loop has its own."""
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)     # a second one ends the process at once
+    raise KeyboardInterrupt

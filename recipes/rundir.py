@@ -1,0 +1,257 @@
+"""The directory of one run: its name, its files, its status. Rank 0 writes; on other ranks every call does nothing.
+
+Owns config.yaml, manifest.json, metrics.jsonl and summary.json, and is the one door to the tracker. JSON files are
+written beside and renamed, so that a reader never sees half of one; metrics.jsonl is flushed line by line and is the truth.
+
+    with open_run(cfg) as run:                 # an exception inside records its status and goes on
+        run.describe(data_fingerprint="...")   # more lines for manifest.json
+        run.log({"step": 1, "loss": 5.9})
+        run.finish("ok", peak_bytes=...)       # without it, leaving the block means "ok"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes.config import Config, to_dict
+from recipes.console import Console
+from recipes.manifest import SCHEMA_VERSION, collect, scrub
+from recipes.tracking import NoTracker, Tracker, open_tracker
+
+STATUSES = ("running", "ok", "oom", "predicted_oom", "killed", "timeout", "interrupted", "nan", "failed")
+SUMMARY_FIELDS = ("error", "peak_bytes", "predicted_peak_bytes", "residents", "tokens_per_second", "first_loss",
+                  "final_loss", "recompute_flops", "step_flops")
+
+
+class RunStopped(Exception):
+    """Ends a run with a status of its own; the message says why and what to do."""
+
+    def __init__(self, status: str, message: str):
+        super().__init__(message)
+        if status not in STATUSES:
+            raise ValueError(f"status={status!r} is not one of {', '.join(STATUSES)}.")
+        self.status = status
+
+
+class RunDir:
+    """Files of one run. Made by `open_run`."""
+
+    def __init__(self, path: Path, writes: bool, console: Console, summary: dict[str, Any]):
+        self.path = path
+        self.writes = writes
+        self.console = console
+        self.summary = summary
+        self.manifest: dict[str, Any] = {}
+        self.tracker: Tracker = NoTracker()
+        self.logged = False
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def status(self) -> str:
+        return self.summary["status"]
+
+    @property
+    def train_state(self) -> Path:
+        """Folder of the weights and optimizer states on disk."""
+        return self.path / "train_state"
+
+    def describe(self, **fields: Any) -> None:
+        """Add fields to manifest.json."""
+        self.manifest |= scrub(fields)
+        self.save_json("manifest.json", self.manifest)
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl and hand the same values to the tracker. `metrics` must hold `step`."""
+        if not self.writes:
+            return
+        line = json.dumps(scrub(metrics))
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        self.logged = True
+        self.tracker.log(metrics)
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines of metrics.jsonl after `step` (and a line cut short by a kill): a resumed run logs them again."""
+        path = self.path / "metrics.jsonl"
+        if self.writes and path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+            write_atomically(path, "".join(line + "\n" for line in kept))
+
+    def save_json(self, name: str, value: Any) -> None:
+        """Write one JSON file of the run, whole or not at all."""
+        if self.writes:
+            write_atomically(self.path / name, json.dumps(value, indent=2) + "\n")
+
+    def update(self, **fields: Any) -> None:
+        """Change fields of summary.json while the run goes on."""
+        self.summary |= scrub(fields)
+        self.save_json("summary.json", self.summary)
+
+    def finish(self, status: str = "ok", **fields: Any) -> None:
+        """Record how the run ended, and close the tracker."""
+        if status not in STATUSES:
+            raise ValueError(f"status={status!r} is not one of {', '.join(STATUSES)}.")
+        self.update(status=status, ended_at=_now(), **fields)
+        self.tracker.finish(self.summary)
+
+    def fail(self, error: BaseException) -> None:
+        """Record an exception: its status and, in one line, what it said."""
+        self.finish(status_of(error), error=one_line(error))
+
+
+@contextlib.contextmanager
+def open_run(cfg: Config) -> Iterator[RunDir]:
+    """Make the run's directory (or, with resume, open it), and record how the block ends.
+
+    A mistake of the user found before the first logged step (a ValueError) leaves nothing behind. Raises ValueError
+    for a name that exists without resume, one that does not with it, and a directory that cannot be written.
+    """
+    run = _enter(cfg)
+    try:
+        if run.writes:
+            _write_first_files(run, cfg)
+        yield run
+        if run.status == "running":
+            run.finish("ok")
+    except BaseException as error:
+        if run.status == "running":
+            if isinstance(error, ValueError) and not run.logged and not cfg.resume:
+                run.tracker.finish({"status": "failed"})
+                _remove(run)
+            else:
+                # A full disk is the likeliest reason to be here and to fail here: the first error must get through.
+                with contextlib.suppress(OSError):
+                    run.fail(error)
+        raise
+
+
+def default_name(cfg: Config) -> str:
+    """strategy-model-seq_len-start time, in characters that every file system and shell takes."""
+    model = re.sub(r"[^\w.-]+", "_", Path(cfg.model.name).name) or "model"
+    return f"{cfg.strategy.name}-{model}-{cfg.seq_len}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def status_of(error: BaseException) -> str:
+    """Name the status that an exception means."""
+    if isinstance(error, RunStopped):
+        return error.status
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return "oom" if is_out_of_memory(error) else "failed"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether device or host memory ran out. torch's CPU allocator raises a plain RuntimeError (c10/core/impl/alloc_cpu.cpp)."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def one_line(error: BaseException) -> str:
+    """Say what an exception said, in one line and without secrets."""
+    text = " ".join(str(error).split())
+    plain = isinstance(error, (ValueError, RunStopped))
+    return scrub(text if plain and text else f"{type(error).__name__}: {text}".rstrip(": "))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path` so that a reader finds the old file or the new one, never a part. Leaves no temporary file."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _enter(cfg: Config) -> RunDir:
+    summary = {"status": "running", **dict.fromkeys(SUMMARY_FIELDS), "strategy": cfg.strategy.name,
+               "seq_len": cfg.seq_len, "batch_size": cfg.batch_size, "schema_version": SCHEMA_VERSION, "started_at": _now()}
+    writes = int(os.environ.get("RANK", 0)) == 0
+    path = Path(cfg.runs_dir) / (cfg.name or default_name(cfg))
+    if cfg.resume:
+        if not (path / "config.yaml").exists():
+            raise ValueError(f"resume=true, but {path} holds no run. Give the run's name (name=...), or leave resume out.")
+    elif writes:
+        _make(path, automatic=cfg.name is None)
+    return RunDir(path, writes, Console(cfg.output), summary)
+
+
+def _make(path: Path, automatic: bool) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+    except FileExistsError:
+        if path.parent.is_dir():
+            what = "wait a second" if automatic else f"continue it with resume=true name={path.name}"
+            raise ValueError(f"{path} exists already: {what}, or give another name=...") from None
+        raise ValueError(f"runs_dir={str(path.parent)!r} is no folder. Give another runs_dir=...") from None
+    except OSError as error:
+        raise ValueError(f"cannot make {path}: {error.strerror}. Give a folder that you may write to: runs_dir=...") from None
+
+
+def _write_first_files(run: RunDir, cfg: Config) -> None:
+    earlier = _read_json(run.path / "manifest.json")
+    if cfg.resume:
+        run.summary["first_loss"] = _read_json(run.path / "summary.json").get("first_loss")
+    config = scrub(to_dict(cfg) | {"name": run.name})
+    write_atomically(run.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+    run.manifest = collect(sys.argv) | {"seed": cfg.seed, "num_resumes": earlier.get("num_resumes", -1) + 1}
+    run.save_json("manifest.json", run.manifest)
+    run.save_json("summary.json", run.summary)
+    run.tracker = open_tracker(cfg, run.path, config, earlier.get("tracker", {}).get("id"))
+    if run.tracker.facts:
+        run.describe(tracker=run.tracker.facts)
+    run.console.say(run.tracker.notice)
+
+
+def _remove(run: RunDir) -> None:
+    if run.writes:
+        shutil.rmtree(run.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            run.path.parent.rmdir()     # only if nothing else is in it
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Tell whether a write failed for want of space."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
