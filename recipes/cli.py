@@ -36,19 +36,34 @@ USAGE_ERROR, RUN_FAILED, INTERRUPTED = 2, 1, 130
 def main(task: Callable[[Config], None]) -> None:
     """Compose the config from sys.argv, check it and call `task`; with -m, once a job. Ends the process on an error."""
     argv = sys.argv[1:]
+    failures: list[BaseException] = []
+
+    def job(node: DictConfig) -> None:
+        # Kept from Hydra, which would print a line of its own before it lets an exception through.
+        try:
+            task(to_config(node))
+        except (Exception, KeyboardInterrupt) as error:
+            failures.append(error)
+
     try:
         sys.argv[1:] = normalise(argv)
         register_defaults()
         # Hydra would print its own multi-line report and exit with 1; with this it lets the exception through to us.
         os.environ["HYDRA_FULL_ERROR"] = "1"
         signal.signal(signal.SIGTERM, _raise_interrupt)
-        composed = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda node: task(to_config(node)))
-        composed()
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     except (Exception, KeyboardInterrupt) as error:
-        if os.environ.get("CKPT_TRACEBACK") == "1" or any(re.fullmatch(r"\+*debug=(true|True|1)", word) for word in argv):
-            traceback.print_exc()
-        print(f"error: {describe(error)}", file=sys.stderr)
-        sys.exit(exit_code(error))
+        failures.append(error)
+    if failures:
+        sys.exit(report(failures[0], argv))
+
+
+def report(error: BaseException, argv: Sequence[str]) -> int:
+    """Print an error in one line, with its traceback only if asked for, and return the exit code."""
+    if os.environ.get("CKPT_TRACEBACK") == "1" or any(re.fullmatch(r"\+*debug=(true|True|1)", word) for word in argv):
+        traceback.print_exception(error)
+    print(f"error: {describe(error)}", file=sys.stderr)
+    return exit_code(error)
 
 
 def to_config(node: DictConfig) -> Config:
@@ -117,7 +132,12 @@ def _describe_hydra(error: Exception) -> str:
     if isinstance(error, OverrideParseException) and override:
         return (f"cannot read {override!r}: write key=value, with quotes around a value that holds , = or spaces "
                 f"(\"key='a,b'\"), and a + between members of a keep-list.")
-    return " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    ambiguous = re.match(r"Ambiguous value for argument '\+*(.+?)'", text)
+    if ambiguous:
+        return (f"{ambiguous[1]} holds a comma: add -m to run one job for each value, or write [a,b] for a list "
+                f"(keep-lists are spelled a+b).")
+    return text
 
 
 def _raise_interrupt(signum: int, frame: Any) -> None:
