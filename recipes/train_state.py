@@ -4,12 +4,13 @@ Owns `runs/NAME/train_state/`: one folder a saved step, `step_00000100/`, with
 
     state.json           schema version, step, the loop's counters, and the size of every other file
     rank_0.json          of each rank: random generators, data position
-    .metadata, *.distcp  torch.distributed.checkpoint: parameters (fp32 masters where there are some) and optimizer state
+    .metadata, *.distcp  torch.distributed.checkpoint: parameters (fp32 masters where there are some), optimizer state
 
 Tensors are keyed by parameter name, so that a state loads under another dtype and on another number of ranks. Frozen
-parameters are not saved: they come from where the model came from. Neither is the schedule, a function of the step. A folder appears under its final name by one rename,
-after everything in it reached the disk. Nothing read here is executed: JSON, tensors with `weights_only`, and DCP's
-metadata by an unpickler that knows DCP's own classes and no others.
+parameters are not saved: they come from where the model came from. Neither is the schedule, a function of the step.
+
+A folder appears under its final name by one rename, after everything in it reached the disk. Nothing read here is
+executed: JSON, tensors with `weights_only`, and DCP's metadata by an unpickler that knows DCP's own classes and no others.
 
     state = TrainState(model, precision, optimizer, scheduler, data.train)
     state.save(folder, step=100)
@@ -95,7 +96,7 @@ class TrainState:
         for _, candidate in saved:
             try:
                 step = self._load(candidate)
-            except (_Unusable, OSError, RuntimeError, CheckpointException) as error:
+            except (_UnusableError, OSError, RuntimeError, CheckpointException) as error:
                 say(f"Train state {candidate} is not usable ({_reason(error)}); trying the one before it.")
                 continue
             return step
@@ -112,7 +113,7 @@ class TrainState:
         _sync_folder(temporary)
         if final.exists():  # saved twice at one step, as after an interruption of a resumed run
             shutil.rmtree(final)
-        os.rename(temporary, final)
+        temporary.rename(final)
         _sync_folder(final.parent)
 
     def _load(self, folder: Path) -> int:
@@ -145,7 +146,7 @@ class TrainState:
         return tensors
 
 
-class _Unusable(Exception):
+class _UnusableError(Exception):
     """A train state that is incomplete or damaged."""
 
 
@@ -183,13 +184,13 @@ def _saved(folder: Path) -> list[tuple[int, Path]]:
 def _read_whole(folder: Path) -> dict[str, Any]:
     state = _read_json(folder / "state.json")
     if state.get("schema_version") != SCHEMA_VERSION:
-        raise _Unusable(f"schema_version {state.get('schema_version')}, this version reads {SCHEMA_VERSION}")
+        raise _UnusableError(f"schema_version {state.get('schema_version')}, this version reads {SCHEMA_VERSION}")
     for name, size in state["file_sizes"].items():
         path = folder / name
         if not path.exists():
-            raise _Unusable(f"{name} is missing")
+            raise _UnusableError(f"{name} is missing")
         if path.stat().st_size != size:
-            raise _Unusable(f"{name} has {path.stat().st_size} bytes of {size}")
+            raise _UnusableError(f"{name} has {path.stat().st_size} bytes of {size}")
     return state
 
 
@@ -197,7 +198,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _Unusable(f"{path.name}: {error}") from error
+        raise _UnusableError(f"{path.name}: {error}") from error
 
 
 class _Reader(dcp.FileSystemReader):
@@ -209,7 +210,7 @@ class _Reader(dcp.FileSystemReader):
                 metadata = _MetadataUnpickler(file).load()
             metadata.storage_meta.load_id = self.load_id
         except Exception as error:  # a damaged pickle raises anything at all
-            raise _Unusable(f".metadata: {error}") from error
+            raise _UnusableError(f".metadata: {error}") from error
         return metadata
 
     def saved_shapes(self) -> dict[str, list[int]]:
@@ -218,9 +219,10 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    _ALLOWED = {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
-                ("torch", "Size"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"),
-                ("pathlib._local", "PosixPath"), ("pathlib._local", "WindowsPath")}
+    _ALLOWED = frozenset([
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
+        ("torch", "Size"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"),
+        ("pathlib._local", "PosixPath"), ("pathlib._local", "WindowsPath")])
 
     def find_class(self, module: str, name: str) -> Any:
         value = super().find_class(module, name) if self._allows(module, name) else None
@@ -252,8 +254,8 @@ def _sync_folder(path: Path) -> None:
 
 
 def _refused(folder: Path, step: int, error: BaseException) -> OSError:
-    refused = OSError(f"Cannot write the train state of step {step} to {folder} ({_reason(error)}). Free space or choose "
-                      "another runs_dir; states saved earlier are untouched.")
+    refused = OSError(f"Cannot write the train state of step {step} to {folder} ({_reason(error)}). Free space or "
+                      "choose another runs_dir; states saved earlier are untouched.")
     refused.errno = getattr(_cause(error), "errno", None)
     return refused
 
