@@ -1,1 +1,29 @@
-"""Activation checkpointing for Hugging Face causal LMs: keep, recompute or offload, tensor by tensor, exactly."""
+"""Activation checkpointing for Hugging Face causal LMs: keep, recompute or offload, tensor by tensor, exactly.
+
+>>> import ckpt
+>>> handle = ckpt.apply(model, ckpt.Selective(keep="attention"))   # doctest: +SKIP
+>>> loss = model(**batch, use_cache=False).loss; loss.backward()   # doctest: +SKIP
+>>> print(handle.audit()); handle.undo()                           # doctest: +SKIP
+"""
+
+from ckpt.audit import Audit
+from ckpt.patching import Applied, applied_to, apply
+from ckpt.plan import Decision, Plan, Policy, Rule
+from ckpt.strategies import EveryN, FromPlan, Full, KeepAll, Segments, Selective
+
+__all__ = [
+    "Applied",
+    "Audit",
+    "Decision",
+    "EveryN",
+    "FromPlan",
+    "Full",
+    "KeepAll",
+    "Plan",
+    "Policy",
+    "Rule",
+    "Segments",
+    "Selective",
+    "applied_to",
+    "apply",
+]

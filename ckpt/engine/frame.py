@@ -1,0 +1,393 @@
+"""One call of one decoder layer: what it packs in forward, and how it answers backward.
+
+The forward runs under `saved_tensors_hooks` without a dispatch mode. `pack` decides by its running number: a dropped
+tensor is replaced by that number, so it is always exact to replay the layer and take the n-th saved tensor. Kept tensors
+only make the replay cheaper; whenever a call turns out to differ from its record, the frame falls back to plain replay.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ckpt.engine.call import Call
+from ckpt.engine.context import GeneratorStates, Settings, generators
+from ckpt.engine.program import Pack, Program, Stage
+from ckpt.engine.record import IGNORED, Op, Recorder, TensorMeta, is_parameter_cast
+
+if TYPE_CHECKING:
+    from ckpt.engine.region import Region
+
+PASS, KEEP, DROP, FEED = Pack.PASS, Pack.KEEP, Pack.DROP, Pack.FEED
+
+
+class NondeterministicLayer(RuntimeError):
+    """A replay saved other tensors than the forward did."""
+
+
+class _Mismatch(Exception):
+    """The replay's ops are not those of the record: replay again, plainly."""
+
+
+class _Finished(Exception):
+    """Everything asked for has been made."""
+
+
+class _Late:
+    """A saved tensor of a recorded call, whose fate is known when the call ends."""
+
+    __slots__ = ("n", "value", "version")
+
+    def __init__(self, n: int, value: torch.Tensor):
+        self.n, self.value, self.version = n, value, value._version
+
+
+class Frame:
+    """State of one layer call between its forward and the end of its backward."""
+
+    def __init__(self, region: Region, call: Call, settings: Settings, program: Program | None):
+        self.region = region
+        self.call = call
+        self.settings = settings
+        self.program = program
+        self.rng: GeneratorStates | None = None
+        self.count = 0  # tensors packed
+        self.held: dict[int, tuple[torch.Tensor, int]] = {}  # storage -> (tensor, version), what replays are fed with
+        self._late: list[_Late] = []
+        self._made: dict[int, torch.Tensor] = {}  # pack number -> replayed tensor, until backward takes it
+        self._given: dict[int, weakref.ref] = {}
+        self._shapes: list | None = None if program is None else [(s.shape, s.dtype) for s in program.record.saved]
+        self._stages_left = 0 if program is None else len(program.stages)
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def run(self):
+        """Run the layer by its program. Return its output."""
+        program = self.program
+        if program.record.has_random:
+            self.rng = GeneratorStates.capture(self.call.device)
+        with saved_tensors_hooks(self._pack, self._unpack), self._capturing():
+            output = self.call.first()
+        if self.program is not None and self.count != len(program.packs):
+            self._distrust()
+        return output
+
+    def record(self, decide):
+        """Run the layer while recording it. `decide(op) -> bool` says whether to keep an op's outputs.
+
+        Return (output, record, decisions by op index). The caller builds the program and calls `settle`."""
+        self.rng = GeneratorStates.capture(self.call.device)
+        decisions: dict[int, bool] = {}
+        held: dict[int, torch.Tensor] = {}
+
+        def on_output(op: Op, out):
+            decisions[op.index] = decide(op)
+            if decisions[op.index]:
+                for meta, tensor in zip(op.outputs, [out] if op.single_output else out, strict=True):
+                    if meta is not None and meta.storage in op.makes:
+                        held.setdefault(meta.storage, tensor.detach())
+
+        inputs = self.call.tensors()
+        recorder = Recorder(self.region.layer, inputs, on_output)
+
+        def pack(tensor: torch.Tensor):
+            recorder.saved(tensor)
+            late = _Late(self.count, tensor.detach() if not tensor.is_leaf else tensor)
+            self.count += 1
+            self._late.append(late)
+            return late
+
+        with saved_tensors_hooks(pack, self._unpack), recorder:
+            output = self.call.first()
+        self._candidates = held
+        record = recorder.finish()
+        record.custom_functions = python_functions(output, inputs)
+        return output, record, decisions
+
+    def settle(self, program: Program) -> None:
+        """Keep and drop what the program says of a recorded call."""
+        self.program = program
+        self._shapes = [(s.shape, s.dtype) for s in program.record.saved]
+        self._stages_left = len(program.stages)
+        for late, code in zip(self._late, program.packs, strict=True):
+            if code is FEED:
+                self._hold(program.record.saved[late.n].storage, late.value)
+            elif code is DROP:
+                late.value = None
+        for storage in program.captures:
+            self._hold(storage, self._candidates[storage])
+        self._late = []
+        self._candidates = {}
+        if not program.record.has_random:
+            self.rng = None
+
+    def _pack(self, tensor: torch.Tensor):
+        n = self.count
+        self.count = n + 1
+        program = self.program
+        if program is None:
+            return self._pack_loosely(n, tensor)
+        if n >= len(program.packs) or self._shapes[n] != (tensor.shape, tensor.dtype):
+            self._distrust()
+            return self._pack_loosely(n, tensor)
+        code = program.packs[n]
+        if code is DROP:
+            return n
+        version = tensor._version
+        value = tensor if tensor.is_leaf else tensor.detach()
+        if code is FEED:
+            self._hold(program.record.saved[n].storage, value)
+        return value, version
+
+    def _pack_loosely(self, n: int, tensor: torch.Tensor):
+        """Without a program: parameters pass, all else is replayed."""
+        return (tensor, tensor._version) if isinstance(tensor, torch.nn.Parameter) else n
+
+    def _distrust(self) -> None:
+        """This call is not the recorded one. What was kept stays valid for its own unpack; nothing is fed any more."""
+        self.program = None
+        self.held.clear()
+        self.region.becomes_dynamic("a call saved other tensors than the recorded one")
+        if self.rng is None and self.region.may_be_random:
+            raise NondeterministicLayer(
+                f"{self.region.name}: this call takes another path than the recorded one, and draws random numbers that "
+                "were not recorded. Declare the layer dynamic: ckpt.apply(..., dynamic=[...])."
+            )
+
+    def _hold(self, storage: int, tensor: torch.Tensor) -> None:
+        self.held.setdefault(storage, (tensor, tensor._version))
+
+    def held_as(self, meta: TensorMeta) -> torch.Tensor:
+        """Return the held storage as the tensor that the recorded op returned."""
+        tensor, version = self.held[meta.storage]
+        self._check_version(tensor, version)
+        return tensor.as_strided(meta.shape, meta.stride, meta.offset)
+
+    @contextmanager
+    def _capturing(self):
+        """Hold outputs that autograd does not save: by a hook on the module that returns them, else by a dispatch mode."""
+        captures = self.program.captures
+        if not captures:
+            yield
+        elif all(name is not None for name in captures.values()):
+            hooks = [
+                self.region.layer.get_submodule(name).register_forward_hook(
+                    lambda module, args, output, storage=storage: self._hold(storage, output.detach())
+                )
+                for storage, name in captures.items()
+            ]
+            try:
+                yield
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        else:
+            with _Capture(self, self.program):
+                yield
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    def _unpack(self, packed):
+        if type(packed) is int:
+            return self.fetch(packed)
+        if type(packed) is _Late:
+            if packed.value is None:
+                return self.fetch(packed.n)
+            self._check_version(packed.value, packed.version)
+            return packed.value
+        self._check_version(*packed)
+        return packed[0]
+
+    def _check_version(self, tensor: torch.Tensor, version: int) -> None:
+        if tensor._version != version:
+            raise RuntimeError(
+                f"{self.region.name}: a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place "
+                f"after the layer ran (version {tensor._version}, expected {version})"
+            )
+
+    def fetch(self, n: int) -> torch.Tensor:
+        """Return the n-th saved tensor of this call, replaying what is needed to make it."""
+        given = self._given.get(n)
+        tensor = given() if given is not None else None
+        if tensor is not None:
+            return tensor
+        if n not in self._made:
+            self._replay_for(n)
+        tensor = self._made.pop(n)
+        self._given[n] = weakref.ref(tensor)
+        return tensor
+
+    def _replay_for(self, n: int) -> None:
+        self.call.prepare()
+        if n in self._made:  # a segment collected it while it made our argument
+            return
+        self.call.check_versions(self.region.name)
+        program = self.program
+        if program is not None:
+            stage = program.stages[program.stage_of[n]]
+            if all(storage in self.held for storage in stage.fed_storages):
+                try:
+                    self.replay(stage)
+                except _Mismatch:
+                    self._made.clear()
+                    self.region.becomes_dynamic("a replay ran other ops than the recorded call")
+                else:
+                    self._stages_left -= 1
+                    if self._stages_left <= 0:
+                        self.held.clear()
+                    return
+        self.replay(None)
+
+    def replay(self, stage: Stage | None, to_the_end: bool = False):
+        """Run the layer again and collect saved tensors: of a stage, or (None) all that were dropped.
+
+        Return the output if `to_the_end`."""
+        region, made, output = self.region, self._made, None
+        packs = None if self.program is None else self.program.packs
+        if stage is not None:
+            wanted, last = stage.wanted, stage.last
+        elif packs is not None:
+            wanted = {n for n, code in enumerate(packs) if code is DROP}
+            last = max(wanted, default=-1)
+        else:
+            wanted, last = None, self.count - 1
+        count = -1
+
+        def pack(tensor: torch.Tensor):
+            nonlocal count
+            count += 1
+            if wanted is None or count in wanted:
+                if self._shapes is not None and packs is not None:
+                    if self._shapes[count] != (tensor.shape, tensor.dtype):
+                        raise NondeterministicLayer(self._differs(count, tensor))
+                made[count] = tensor.detach()
+            if count == last and not to_the_end:
+                raise _Finished
+            # The graph of a replay never runs; returning the tensor would tie nodes and outputs into cycles.
+            return None
+
+        mode = _Replay(self, stage) if stage is not None and stage.needs_mode else None
+        with region.surroundings.restored(self.settings, self.call.device.type), generators(self.rng, self.call.device):
+            with saved_tensors_hooks(pack, _never), torch.enable_grad():
+                try:
+                    if mode is None:
+                        output = self.call.again()
+                    else:
+                        with mode:
+                            output = self.call.again()
+                except _Finished:
+                    pass
+        if count < last:
+            raise NondeterministicLayer(
+                f"{region.name}: the forward saved {last + 1} tensors or more, its replay {count + 1}. "
+                "The layer does not do the same when run again."
+            )
+        region.count_replay(stage, mode, self.program)
+        return output
+
+    def output_again(self):
+        """Run the layer again for its output alone, collecting nothing."""
+        self.call.prepare()
+        with (
+            self.region.surroundings.restored(self.settings, self.call.device.type),
+            generators(self.rng, self.call.device),
+            saved_tensors_hooks(lambda tensor: None, _never),
+            torch.enable_grad(),
+        ):
+            output = self.call.again()
+        self.region.count_replay(None, None, self.program)
+        return output
+
+    def output_and_saved_again(self):
+        """Run the layer again for its output, and collect all dropped tensors on the way."""
+        self.call.prepare()
+        return self.replay(None, to_the_end=True)
+
+    def _differs(self, n: int, tensor: torch.Tensor) -> str:
+        shape, dtype = self._shapes[n]
+        return (
+            f"{self.region.name}: saved tensor {n} is {tuple(shape)} {dtype} in the forward and {tuple(tensor.shape)} "
+            f"{tensor.dtype} in its replay. The layer does not do the same when run again."
+        )
+
+
+def _never(packed):
+    raise AssertionError("the graph of a replay must not be run")
+
+
+class _Replay(TorchDispatchMode):
+    """Run, skip or feed each op as the stage says."""
+
+    def __init__(self, frame: Frame, stage: Stage):
+        super().__init__()
+        self._frame = frame
+        self._actions = stage.actions
+        self._ops = frame.program.record.ops
+        self._index = 0
+        self.ops_run = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in IGNORED or is_parameter_cast(func, args):
+            return func(*args, **kwargs)
+        index = self._index
+        self._index = index + 1
+        if index >= len(self._ops) or self._ops[index].func is not func:
+            raise _Mismatch
+        action = self._actions.get(index)
+        if action is None:
+            self.ops_run += 1
+            return func(*args, **kwargs)
+        return action(self._frame, args, kwargs)
+
+
+class _Capture(TorchDispatchMode):
+    """Hold the outputs of some ops, by number."""
+
+    def __init__(self, frame: Frame, program: Program):
+        super().__init__()
+        self._frame = frame
+        self._ops = program.record.ops
+        self._wanted = {program.record.producer[s] for s in program.captures}
+        self._storages = set(program.captures)
+        self._index = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func in IGNORED or is_parameter_cast(func, args):
+            return out
+        index = self._index
+        self._index = index + 1
+        if index in self._wanted and self._ops[index].func is func:
+            op = self._ops[index]
+            for meta, tensor in zip(op.outputs, [out] if op.single_output else out, strict=True):
+                if meta is not None and meta.storage in self._storages:
+                    self._frame._hold(meta.storage, tensor.detach())
+        return out
+
+
+def python_functions(output, inputs: list[torch.Tensor]) -> tuple[str, ...]:
+    """Return the names of `torch.autograd.Function`s written in Python between a layer's inputs and its output.
+
+    Those of `torch.library` ops are left out: their kernels are ops that a dispatch mode sees."""
+    stop = {t.grad_fn for t in inputs if t.grad_fn is not None}
+    queue = [t.grad_fn for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    seen, names = set(stop), []
+    while queue:
+        node = queue.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            name = type(node).__name__.removesuffix("Backward")
+            if not name.startswith("GeneratedBackwardFor_"):
+                names.append(name)
+        queue += [next_node for next_node, _ in node.next_functions if next_node is not None]
+    return tuple(dict.fromkeys(names))

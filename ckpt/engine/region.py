@@ -1,0 +1,147 @@
+"""One decoder layer under a policy: the function that is called in place of its forward.
+
+Holds the layer's programs, one a signature, and counts what really happens. Knows nothing of how it was put in place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ckpt.engine.call import Call
+from ckpt.engine.context import Surroundings
+from ckpt.engine.frame import Frame
+from ckpt.engine.program import Program, build_program
+from ckpt.engine.record import Op
+from ckpt.engine.segments import Link, SegmentTail
+from ckpt.plan import Decision
+
+# Batches of many lengths each need a record of their own; beyond this many the oldest is forgotten and recorded again.
+MAX_PROGRAMS = 32
+
+
+@dataclass
+class Counts:
+    """What happened in one layer since `apply` (or since the last reset)."""
+
+    calls: int = 0
+    records: int = 0
+    replays: int = 0
+    ops_run_again: int = 0
+    flops_run_again: int = 0
+    ops_seen: int = 0
+    ops_kept: int = 0
+    kept_bytes: int = 0  # of the latest call
+    demoted: Counter = field(default_factory=Counter)
+    undecided: int = 0
+
+
+class Region:
+    """Callable with the signature of transformers' `_gradient_checkpointing_func`: (function, *args)."""
+
+    def __init__(self, layer: torch.nn.Module, index: int, name: str, decide: Callable[[int, Op], Decision | None]):
+        self.layer = layer
+        self.index = index
+        self.name = name
+        self.decide = decide
+        self.segment: SegmentTail | None = None
+        self.is_last_of_segment = False
+        self.keep_cache = bool(getattr(layer, "_can_checkpoint_with_cache", False))
+        self.dynamic_because: str | None = None
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self.counts = Counts()
+        self.programs: dict[tuple, Program] = {}
+        self.latest: Program | None = None
+        self.op_names: set[str] = set()
+        self.keys_seen: set = set()
+        self.matched = 0  # ops that the policy keeps or offloads, over all records
+        self.may_be_random = False
+        self.surroundings = Surroundings(self.layer)
+
+    def __getstate__(self):
+        # Programs hold placeholders and weak references; a copied or unpickled layer records anew.
+        transient = ("programs", "latest", "counts", "surroundings", "op_names", "keys_seen", "matched", "may_be_random")
+        return {k: v for k, v in self.__dict__.items() if k not in transient}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._stale = True
+
+    def __call__(self, function, *args):
+        if self.__dict__.pop("_stale", False):
+            self._fresh()
+        call = Call(function, args, self.keep_cache)
+        settings = self.surroundings.capture(call.device.type)
+        tensors = call.tensors()
+        linked = None if self.segment is None else self.segment.find(tensors)
+        signature = (call.signature(), settings, linked and linked.position, self._grad_flags())
+        if linked is not None and not call.link(tensors[linked.position], Link(linked.frame, linked.path, linked.inner)):
+            linked = None
+        del tensors
+        self.counts.calls += 1
+        program = None if self.dynamic_because else self.programs.get(signature)
+        frame = Frame(self, call, settings, program)
+        if program is not None:
+            output = frame.run()
+        else:
+            output = self._record(frame, signature, frozenset() if linked is None else frozenset([linked.position]))
+        if self.segment is not None:
+            self.segment.advance(frame, output)
+        if frame.program is not None:
+            self.counts.kept_bytes = frame.program.kept_bytes
+        return output
+
+    def _record(self, frame: Frame, signature: tuple, dropped: frozenset[int]):
+        self.counts.records += 1
+        output, record, decisions = frame.record(self._keeps)
+        program = build_program(record, decisions, dropped)
+        frame.settle(program)
+        self.latest = program
+        self.may_be_random |= record.has_random
+        self.op_names.update(op.key.op for op in record.ops)
+        self.keys_seen.update(op.key for op in record.ops)
+        self.counts.ops_seen = len(record.ops)
+        self.counts.ops_kept = len(program.kept_ops)
+        for reason in program.demoted.values():
+            self.counts.demoted[reason] += 1
+        if record.is_data_dependent:
+            self.becomes_dynamic("its op sequence depends on data")
+        elif self.dynamic_because is None:
+            if len(self.programs) >= MAX_PROGRAMS:
+                self.programs.pop(next(iter(self.programs)))
+            self.programs[signature] = program
+        return output
+
+    def _keeps(self, op: Op) -> bool:
+        decision = self.decide(self.index, op)
+        if decision is None:
+            self.counts.undecided += 1
+        elif decision is not Decision.RECOMPUTE:
+            self.matched += 1
+        return decision is Decision.KEEP
+
+    def _grad_flags(self) -> tuple[bool, ...]:
+        return tuple(p.requires_grad for p in self.layer.parameters())
+
+    def becomes_dynamic(self, reason: str) -> None:
+        """From now on every call is recorded: slower, and right whatever the layer does."""
+        if self.dynamic_because is None:
+            self.dynamic_because = reason
+            self.programs.clear()
+
+    def count_replay(self, stage, mode, program: Program | None) -> None:
+        counts = self.counts
+        counts.replays += 1
+        if stage is not None:
+            counts.ops_run_again += mode.ops_run if mode is not None else stage.ops_run
+            counts.flops_run_again += stage.flops
+        elif program is not None:
+            counts.ops_run_again += len(program.record.ops)
+            counts.flops_run_again += sum(op.flops for op in program.record.ops)
+
+

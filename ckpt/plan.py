@@ -1,0 +1,177 @@
+"""Policy: what the engine asks. Plan: a policy as a table of keys and decisions, in JSON.
+
+A policy answers two questions: what is done with a layer as a whole (`rule`), and, for one op of one layer that is
+replayed, whether its outputs are kept, recomputed or offloaded (`decide`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from ckpt.engine.keys import OpKey
+from ckpt.engine.record import Op
+
+SCHEMA_VERSION = 1
+
+
+class Decision(StrEnum):
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is done with one layer.
+
+    replay: False leaves the layer's activations to autograd.
+    segment: number of the segment the layer belongs to, None if it holds its own input.
+    inner: how a segment is replayed, `keep` or `replay`.
+    """
+
+    replay: bool
+    segment: int | None = None
+    inner: str = "keep"
+
+
+class Policy(Protocol):
+    """What the engine asks about layers and ops."""
+
+    name: str
+
+    def rule(self, index: int, num_layers: int) -> Rule: ...
+
+    def decide(self, index: int, op: Op) -> Decision | None:
+        """Decide on the outputs of one op of layer `index`; None means: not decided, hence recomputed."""
+
+    def complaint(self, seen: Mapping[int, set[OpKey]], matched: Mapping[int, int], dynamic: set[int]) -> str | None:
+        """After all layers ran once: say what is wrong with the policy for this model, None if nothing is.
+
+        seen: by layer, the keys of all its ops. matched: by layer, how many ops were kept or offloaded.
+        dynamic: the layers whose ops depend on data."""
+
+
+@dataclass
+class LayerPlan:
+    replay: bool = True
+    segment: int | None = None
+    inner: str = "keep"
+    decisions: dict[OpKey, Decision] = field(default_factory=dict)
+
+
+@dataclass
+class Plan:
+    """A policy as a table. Layers that the table does not name are replayed whole."""
+
+    layers: list[LayerPlan]
+    name: str = "plan"
+    source: dict = field(default_factory=dict)  # what made the plan: strategy, model, workload, predicted peak
+
+    def rule(self, index: int, num_layers: int) -> Rule:
+        if num_layers != len(self.layers):
+            raise ValueError(
+                f"the plan is for {len(self.layers)} decoder layers, the model has {num_layers}. Make a plan for this model."
+            )
+        layer = self.layers[index]
+        return Rule(layer.replay, layer.segment, layer.inner)
+
+    def decide(self, index: int, op: Op) -> Decision | None:
+        return self.layers[index].decisions.get(op.key)
+
+    def complaint(self, seen, matched, dynamic) -> str | None:
+        for index, keys in seen.items():
+            missing = [str(k) for k in self.layers[index].decisions if k not in keys]
+            if missing and index not in dynamic:
+                return (
+                    f"plan: layer {index} has no op {missing[0]!r}"
+                    + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
+                    + f". The plan was made for another model or kernel; the layer's ops are e.g. "
+                    f"{', '.join(sorted(map(str, keys))[:4])}. Make the plan again."
+                )
+        return None
+
+    def to_dict(self) -> dict:
+        """Group equal layers, so that a 32-layer plan reads as its two or three kinds of layer."""
+        groups: list[tuple[dict, list[int]]] = []
+        for index, layer in enumerate(self.layers):
+            body = {"replay": layer.replay, "decisions": {str(k): str(d) for k, d in sorted_items(layer.decisions)}}
+            if layer.segment is not None:
+                body |= {"segment": layer.segment, "inner": layer.inner}
+            for known, indices in groups:
+                if known == body:
+                    indices.append(index)
+                    break
+            else:
+                groups.append((body, [index]))
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "name": self.name,
+            "source": self.source,
+            "num_layers": len(self.layers),
+            "layers": [{"indices": indices, **body} for body, indices in groups],
+        }
+
+    @classmethod
+    def from_dict(cls, data: object, where: str = "plan") -> Plan:
+        """Raises ValueError that names the field that is wrong. Nothing in a plan is executed."""
+        if not isinstance(data, dict) or "layers" not in data or "num_layers" not in data:
+            raise ValueError(f"{where} is no plan: expected an object with schema_version, num_layers and layers")
+        if data.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(
+                f"{where} has schema_version {data.get('schema_version')!r}, this version reads {SCHEMA_VERSION}. "
+                "Make the plan again."
+            )
+        count = data["num_layers"]
+        if not isinstance(count, int) or not 0 < count < 100_000:
+            raise ValueError(f"{where}: num_layers={count!r} is not a number of layers")
+        layers: list[LayerPlan | None] = [None] * count
+        for group in data["layers"]:
+            try:
+                inner = group.get("inner", "keep")
+                if inner not in ("keep", "replay") or not isinstance(group["replay"], bool):
+                    raise ValueError(f"inner={inner!r}, replay={group['replay']!r}")
+                decisions = {OpKey.parse(k): Decision(d) for k, d in group["decisions"].items()}
+                for index in group["indices"]:
+                    if layers[index] is not None:
+                        raise ValueError(f"layer {index} stands twice")
+                    layers[index] = LayerPlan(group["replay"], group.get("segment"), inner, dict(decisions))
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                raise ValueError(f"{where}: a group of layers is malformed ({error})") from None
+        if None in layers:
+            raise ValueError(f"{where}: layer {layers.index(None)} of {count} is missing")
+        return cls(layers, str(data.get("name", "plan")), dict(data.get("source") or {}))
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the plan as JSON; an existing file is replaced whole or not at all."""
+        path = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(self.to_dict(), file, indent=1)
+                file.write("\n")
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Plan:
+        """Raises ValueError if the file is missing, no JSON, or no plan."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"plan {os.fspath(path)!r} cannot be read: {error.strerror or error}") from None
+        except ValueError as error:
+            raise ValueError(f"plan {os.fspath(path)!r} is no JSON: {error}") from None
+        return cls.from_dict(data, f"plan {os.fspath(path)!r}")
+
+
+def sorted_items(decisions: dict[OpKey, Decision]) -> list[tuple[OpKey, Decision]]:
+    return sorted(decisions.items(), key=lambda item: str(item[0]))
