@@ -8,12 +8,13 @@ Owns the spelling of overrides, the exit codes and how an error is shown. Exit c
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import re
 import signal
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,12 +47,13 @@ def main(task: Callable[[Config], None]) -> None:
             failures.append(error)
 
     try:
-        sys.argv[1:] = normalise(argv)
-        register_defaults()
+        signal.signal(signal.SIGTERM, _raise_interrupt)
         # Hydra would print its own multi-line report and exit with 1; with this it lets the exception through to us.
         os.environ["HYDRA_FULL_ERROR"] = "1"
-        signal.signal(signal.SIGTERM, _raise_interrupt)
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+        register_defaults()
+        with tempfile.TemporaryDirectory() as scratch:
+            sys.argv[1:] = normalise(argv) + sweep_overrides(argv, scratch)
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     except (Exception, KeyboardInterrupt) as error:
         failures.append(error)
     if failures:
@@ -64,6 +66,18 @@ def report(error: BaseException, argv: Sequence[str]) -> int:
         traceback.print_exception(error)
     print(f"error: {describe(error)}", file=sys.stderr)
     return exit_code(error)
+
+
+def compose(overrides: Sequence[str] = ()) -> Config:
+    """Make the Config that `train.py OVERRIDES` would run, in this process: for scripts, tests and notebooks."""
+    register_defaults()
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return to_config(hydra.compose("config", overrides=normalise(overrides)))
+
+
+def without_hydra(node: DictConfig) -> DictConfig:
+    """Return a composed node without Hydra's own part."""
+    return OmegaConf.masked_copy(node, [key for key in node if key != "hydra"])
 
 
 def to_config(node: DictConfig) -> Config:
@@ -95,6 +109,17 @@ def normalise(argv: Sequence[str]) -> list[str]:
         prefix = "+" if name == "strategy" else "" if name in GROUPS else "++"
         out.append(prefix + name + rest)
     return out
+
+
+def sweep_overrides(argv: Sequence[str], scratch: str) -> list[str]:
+    """What a multirun needs besides: a name, the same for all its jobs, and a folder that Hydra's own files vanish with."""
+    if not {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(argv):
+        return []
+    if "RANK" in os.environ:
+        raise ValueError("-m starts its jobs itself: put torchrun in front of single runs only.")
+    named = any(word.lstrip("+").startswith("sweep.name=") for word in argv)
+    name = [] if named else [f"++sweep.name=sweep-{time.strftime('%Y%m%d-%H%M%S')}"]
+    return [f"hydra.sweep.dir='{scratch}'", *name]
 
 
 def describe(error: BaseException) -> str:
@@ -140,8 +165,12 @@ def _describe_hydra(error: Exception) -> str:
     return text
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as the exception that Ctrl-C raises too, so that both record the run's status."""
+
+    signum = signal.SIGTERM
+
+
 def _raise_interrupt(signum: int, frame: Any) -> None:
-    """Turn SIGTERM into the exception that Ctrl-C raises, so that both record the run's status. The loop has its own."""
-    with contextlib.suppress(ValueError):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)     # a second one ends the process at once
-    raise KeyboardInterrupt
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)     # a second one ends the process at once
+    raise Terminated

@@ -1,7 +1,7 @@
 """Every configuration key of `train.py` and `plan.py`: name, type, default, one line of doc, and the rules between keys.
 
-YAML files under conf/ hold only what differs from these defaults. Knows no torch and no Hydra, so that a mistake is
-reported before anything heavy is imported.
+YAML files under conf/ hold only what differs from these defaults. Knows no Hydra, and torch only
+by way of `ckpt.strategies`, asked last, so that most mistakes are reported before anything heavy is imported.
 
     cfg = from_dict({"seq_len": 512, "strategy": {"name": "every_n", "n": 2}})
     cfg.seq_len, cfg.strategy.name, cfg.strategy.fields       # 512, "every_n", {"n": 2}
@@ -10,10 +10,15 @@ reported before anything heavy is imported.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from recipes.schema import build, key, section
+
+ATTENTIONS = ("auto", "flash", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
+_FILE_NAME = re.compile(r"[\w][\w.=,+-]*")
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Model:
-    name: str = key("small", "label of an embedded config, or hub ID or folder of a model")
+    name: str | None = key(None, "label of an embedded config, or hub ID or folder of a model")
     init: Literal["pretrained", "random"] = key("pretrained", "real weights, or random ones from the config alone")
     config: dict[str, Any] = key({}, "architecture for init=random, as in config.json; empty: read it from `name`")
     tokenizer: str = key("auto", "auto: the model's own; byte: one token a byte, no file; or hub ID or folder")
@@ -155,9 +160,10 @@ class Config:
 def from_dict(values: dict[str, Any]) -> Config:
     """Make the checked Config of a nested dict. Raises ValueError, in one line, for the first mistake."""
     values = dict(values)
-    strategy = _strategy(values.pop("strategy", {"name": "none"}))
-    cfg = dataclasses.replace(build(Config, values), strategy=strategy)
-    return cfg
+    strategy = values.pop("strategy", {"name": "none"})
+    cfg = build(Config, values)
+    check(cfg)
+    return dataclasses.replace(cfg, strategy=_strategy(strategy))
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
@@ -168,8 +174,54 @@ def to_dict(cfg: Config) -> dict[str, Any]:
     return values
 
 
+def check(cfg: Config) -> None:
+    """Check the rules between keys. Raises ValueError for the first one broken."""
+    if cfg.name is not None and not _FILE_NAME.fullmatch(cfg.name):
+        raise ValueError(f"name={cfg.name!r} is no folder name: use letters, digits and - _ . = , + only.")
+    if cfg.sweep.name is not None and not _FILE_NAME.fullmatch(cfg.sweep.name):
+        raise ValueError(f"sweep.name={cfg.sweep.name!r} is no folder name: use letters, digits and - _ . = , + only.")
+    if cfg.resume and cfg.name is None:
+        raise ValueError("resume=true needs the run to continue: name=... as it stands under runs_dir.")
+    if cfg.model.name is None and not cfg.model.config:
+        raise ValueError("model=hub needs the model: model.name=ID_OR_FOLDER.")
+    if cfg.attn not in ATTENTIONS and not cfg.attn.startswith("kernels:"):
+        raise ValueError(f"attn={cfg.attn!r} is unknown. Choose {', '.join(ATTENTIONS)} or kernels:ID.")
+    if cfg.model.rope_scaling.type == "none" and cfg.model.rope_scaling.factor != 1:
+        raise ValueError(f"model.rope_scaling.factor={cfg.model.rope_scaling.factor:g} needs "
+                         f"model.rope_scaling.type=yarn or linear.")
+    needs = {"text": "path", "chat": "path", "hub": "name"}.get(cfg.data.source)
+    if needs and not getattr(cfg.data, needs):
+        raise ValueError(f"data={cfg.data.source} needs data.{needs}=...")
+    if cfg.optim.warmup >= 1 and cfg.optim.warmup > cfg.steps:
+        raise ValueError(f"optim.warmup={cfg.optim.warmup:g} is more than steps={cfg.steps}. Give fewer, or a share below 1.")
+    degrees = dataclasses.asdict(cfg.parallel)
+    for name, degree in degrees.items():
+        if degree == 0:
+            raise ValueError(f"parallel.{name}=0 is no degree: give 1 or more, or -1 for the ranks that the others leave.")
+    if list(degrees.values()).count(-1) > 1:
+        raise ValueError("parallel: only one degree can be -1, the ranks that the others leave.")
+
+
 def _strategy(node: Any) -> Strategy:
-    if isinstance(node, str):
-        node = {"name": node}
-    fields = {name: value for name, value in node.items() if name != "name"}
-    return Strategy(node.get("name", "none"), fields)
+    """Check the strategy against `ckpt.strategies`, which owns names, fields and their values (and imports torch)."""
+    from ckpt import strategies
+
+    node = {"name": node} if isinstance(node, str) else node
+    if not isinstance(node, dict) or not isinstance(node.get("name"), str):
+        raise ValueError(f"strategy={node!r} has no name. Choose {', '.join(strategies.STRATEGIES)}: +strategy=NAME.")
+    name = node["name"]
+    fields = {field: value for field, value in node.items() if field != "name"}
+    own = {known: [f.name for f in dataclasses.fields(cls)] for known, cls in strategies.STRATEGIES.items()}
+    for field in fields:
+        if name in own and field not in own[name]:
+            owners = [known for known in own if field in own[known]]
+            belongs = f" It belongs to {' and '.join(owners)}." if owners else _near(field, own[name])
+            allowed = ", ".join(f"strategy.{known}" for known in own[name]) or "no fields"
+            raise ValueError(f"strategy.{field} is no field of strategy {name}, which has {allowed}.{belongs}")
+    strategies.make(name, **fields)
+    return Strategy(name, fields)
+
+
+def _near(field: str, own: list[str]) -> str:
+    near = difflib.get_close_matches(field, own, n=1)
+    return f" Did you mean strategy.{near[0]}?" if near else ""

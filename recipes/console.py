@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,17 @@ class Console:
         for name, value in end_rows(summary, path):
             table.add_row(name, value)
         self.results.print(table)
+
+
+def sweep_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print one line a job of a sweep."""
+    table = Table("job", "status", "peak memory", "tokens/s", "loss", "seconds", box=None, pad_edge=False)
+    for row in rows:
+        cells = (mib(row["peak_bytes"]) if row["peak_bytes"] is not None else "",
+                 f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] is not None else "",
+                 f"{row['final_loss']:.3f}" if row["final_loss"] is not None else "", f"{row['seconds']:.0f}")
+        table.add_row(row["name"], row["status"], *cells)
+    RichConsole(highlight=False, soft_wrap=True).print(table)
 
 
 def end_rows(summary: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:

@@ -213,9 +213,9 @@ def _make(path: Path, automatic: bool) -> None:
 
 
 def _write_first_files(run: RunDir, cfg: Config) -> None:
-    earlier = _read_json(run.path / "manifest.json")
+    earlier = read_json(run.path / "manifest.json")
     if cfg.resume:
-        run.summary["first_loss"] = _read_json(run.path / "summary.json").get("first_loss")
+        run.summary["first_loss"] = read_json(run.path / "summary.json").get("first_loss")
     config = scrub(to_dict(cfg) | {"name": run.name})
     write_atomically(run.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
     run.manifest = collect(sys.argv) | {"seed": cfg.seed, "num_resumes": earlier.get("num_resumes", -1) + 1}
@@ -234,7 +234,8 @@ def _remove(run: RunDir) -> None:
             run.path.parent.rmdir()     # only if nothing else is in it
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one of our JSON files; {} if it is not there or cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
