@@ -60,6 +60,7 @@ class Frame:
         self.count = 0  # tensors packed
         self.held: dict[int, tuple[torch.Tensor, int]] = {}  # storage -> (tensor, version), what replays are fed with
         self._late: list[_Late] = []
+        self._candidates: dict[int, torch.Tensor] = {}  # storage -> output, while recording
         self._made: dict[int, torch.Tensor] = {}  # pack number -> replayed tensor, until backward takes it
         self._given: dict[int, weakref.ref] = {}
         self._shapes: list | None = None if program is None else [(s.shape, s.dtype) for s in program.record.saved]
@@ -84,7 +85,7 @@ class Frame:
         Return (output, record, decisions by op index). The caller builds the program and calls `settle`."""
         self.rng = GeneratorStates.capture(self.call.device)
         decisions: dict[int, bool] = {}
-        held: dict[int, torch.Tensor] = {}
+        held = self._candidates
 
         def on_output(op: Op, out):
             decisions[op.index] = decide(op)
@@ -105,7 +106,6 @@ class Frame:
 
         with saved_tensors_hooks(pack, self._unpack), recorder:
             output = self.call.first()
-        self._candidates = held
         record = recorder.finish()
         record.custom_functions = python_functions(output, inputs)
         return output, record, decisions
@@ -123,7 +123,8 @@ class Frame:
         for storage in program.captures:
             self._hold(storage, self._candidates[storage])
         self._late = []
-        self._candidates = {}
+        # Emptied, not replaced: autograd holds the recording hooks, and through them this dict, until backward.
+        self._candidates.clear()
         if not program.record.has_random:
             self.rng = None
 
