@@ -1,10 +1,10 @@
 """Train a Hugging Face causal language model with activation checkpointing.
 
-    python train.py                                              # the embedded default, every activation kept
-    python train.py +strategy=selective                          # the same, keeping attention and replaying the rest
-    python train.py +strategy=selective model=llama3_8b seq_len=65536 batch_size=1
-    python train.py -m +strategy=none,full seq_len=1024,2048     # a sweep, one process a job
-    python train.py --cfg job                                    # every key and its value; recipes/config.py explains them
+python train.py                                              # the embedded default, every activation kept
+python train.py +strategy=selective                          # the same, keeping attention and replaying the rest
+python train.py +strategy=selective model=llama3_8b seq_len=65536 batch_size=1
+python train.py -m +strategy=none,full seq_len=1024,2048     # a sweep, one process a job
+python train.py --cfg job                                    # every key and its value; recipes/config.py explains them
 """
 
 from recipes.cli import main
@@ -15,7 +15,7 @@ from recipes.rundir import open_run
 def train(cfg: Config) -> None:
     """Open the run's directory, run the recipe in it, print how it ended."""
     with open_run(cfg) as run:
-        from recipes import finetune, pretrain     # torch and transformers: after the config has been found right
+        from recipes import finetune, pretrain  # torch and transformers: after the config has been found right
 
         program = {"pretrain": pretrain.main, "finetune": finetune.main}[cfg.recipe]
         program(cfg, run)

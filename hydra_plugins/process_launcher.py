@@ -14,9 +14,12 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 
-
-ConfigStore.instance().store(group="hydra/launcher", name="process", provider="process_launcher",
-                             node={"_target_": "hydra_plugins.process_launcher.ProcessLauncher"})
+ConfigStore.instance().store(
+    group="hydra/launcher",
+    name="process",
+    provider="process_launcher",
+    node={"_target_": "hydra_plugins.process_launcher.ProcessLauncher"},
+)
 
 
 class ProcessLauncher(Launcher):

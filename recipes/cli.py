@@ -1,7 +1,7 @@
 """From the command line to a checked Config: Hydra's grammar and multirun, our errors and exit codes.
 
-Owns the spelling of overrides, the exit codes and how an error is shown. Exit codes: 0 ok, 2 a mistake in what was asked,
-1 the run failed, 130 interrupted.
+Owns the spelling of overrides, the exit codes and how an error is shown. Exit codes: 0 ok, 2 a mistake in what was
+asked, 1 the run failed, 130 interrupted.
 
     main(train)        # train(cfg: Config) -> None
 """
@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipes.config import Config, from_dict, to_dict
 from recipes.rundir import RunStopped, one_line
+from recipes.schema import docs
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("model", "data", "peft", "hardware", "recipe")
@@ -46,6 +47,9 @@ def main(task: Callable[[Config], None]) -> None:
         except (Exception, KeyboardInterrupt) as error:
             failures.append(error)
 
+    if {"-h", "--help"} & set(argv):
+        print(help_text(sys.modules[task.__module__].__doc__ or ""))
+        return
     try:
         signal.signal(signal.SIGTERM, _raise_interrupt)
         # Hydra would print its own multi-line report and exit with 1; with this it lets the exception through to us.
@@ -88,16 +92,16 @@ def to_config(node: DictConfig) -> Config:
 def register_defaults() -> None:
     """Tell Hydra every key and its default, so that `--cfg job` shows them and conf/ holds differences only."""
     defaults = to_dict(Config())
-    del defaults["strategy"]     # conf/strategy/none.yaml brings it, so that `+strategy=X` can add to it
+    del defaults["strategy"]  # conf/strategy/none.yaml brings it, so that `+strategy=X` can add to it
     ConfigStore.instance().store(name="defaults_of_program", node=defaults)
 
 
 def normalise(argv: Sequence[str]) -> list[str]:
     """Rewrite overrides so that every usual spelling means the same to Hydra.
 
-    `strategy=X` and `++strategy=X` become `+strategy=X` (the group stands outside the defaults list: TERRAIN of Hydra
-    1.3), `+model=X` becomes `model=X`, and a plain key gets `++`: then an unknown one reaches our own check, which names
-    the nearest, and not Hydra's advice to add a `+`.
+    `strategy=X` and `++strategy=X` become `+strategy=X`, as the group stands outside the defaults list (see
+    conf/config.yaml); `+model=X` becomes `model=X`; and a plain key gets `++`: then an unknown one reaches our own
+    check, which names the nearest, and not Hydra's advice to add a `+`.
     """
     out = []
     for word in argv:
@@ -105,14 +109,14 @@ def normalise(argv: Sequence[str]) -> list[str]:
         if not found or found[3] or found[2].split(".")[0] == "hydra":
             out.append(word)
             continue
-        name, rest = found[2], word[found.end(2):]
+        name, rest = found[2], word[found.end(2) :]
         prefix = "+" if name == "strategy" else "" if name in GROUPS else "++"
         out.append(prefix + name + rest)
     return out
 
 
 def sweep_overrides(argv: Sequence[str], scratch: str) -> list[str]:
-    """What a multirun needs besides: a name, the same for all its jobs, and a folder that Hydra's own files vanish with."""
+    """Add what a multirun needs: a name for all its jobs, and a folder that Hydra's own files vanish with."""
     if not {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(argv):
         return []
     if "RANK" in os.environ:
@@ -141,6 +145,20 @@ def exit_code(error: BaseException) -> int:
     return USAGE_ERROR if isinstance(error, (ValueError, HydraException, OmegaConfBaseException)) else RUN_FAILED
 
 
+def help_text(docstring: str) -> str:
+    """Write what --help shows: the program's docstring, the choices of every group, and every key."""
+    lines = [docstring.strip(), "", "Choices:"]
+    lines += [
+        f"    {'+' if group == 'strategy' else ''}{group}={'|'.join(options(group))}" for group in ("strategy", *GROUPS)
+    ]
+    lines += ["", "Keys (type; default):"]
+    for path, type_, default, doc in docs(Config):
+        if path != "strategy.fields":
+            lines.append(f"    {path:<28} {doc} ({type_}; {default})")
+    lines += ["", "Fields of a strategy: conf/strategy/NAME.yaml. Hydra's own flags: --hydra-help."]
+    return "\n".join(lines)
+
+
 def options(group: str) -> list[str]:
     """List the choices of a config group."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
@@ -155,13 +173,17 @@ def _describe_hydra(error: Exception) -> str:
         return f"{group}={name} is unknown.{did_you_mean} Choose {', '.join(options(group))}."
     override = getattr(error, "override", None)
     if isinstance(error, OverrideParseException) and override:
-        return (f"cannot read {override!r}: write key=value, with quotes around a value that holds , = or spaces "
-                f"(\"key='a,b'\"), and a + between members of a keep-list.")
+        return (
+            f"cannot read {override!r}: write key=value, with quotes around a value that holds , = or spaces "
+            f"(\"key='a,b'\"), and a + between members of a keep-list."
+        )
     text = " ".join(str(error).split())
     ambiguous = re.match(r"Ambiguous value for argument '\+*(.+?)'", text)
     if ambiguous:
-        return (f"{ambiguous[1]} holds a comma: add -m to run one job for each value, or write [a,b] for a list "
-                f"(keep-lists are spelled a+b).")
+        return (
+            f"{ambiguous[1]} holds a comma: add -m to run one job for each value, or write [a,b] for a list "
+            f"(keep-lists are spelled a+b)."
+        )
     return text
 
 
@@ -172,5 +194,5 @@ class Terminated(KeyboardInterrupt):
 
 
 def _raise_interrupt(signum: int, frame: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)     # a second one ends the process at once
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
     raise Terminated

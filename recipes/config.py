@@ -1,4 +1,4 @@
-"""Every configuration key of `train.py` and `plan.py`: name, type, default, one line of doc, and the rules between keys.
+"""Every key of `train.py` and `plan.py`: name, type, default, one line of doc, and the rules between keys.
 
 YAML files under conf/ hold only what differs from these defaults. Knows no Hydra, and torch only
 by way of `ckpt.strategies`, asked last, so that most mistakes are reported before anything heavy is imported.
@@ -31,7 +31,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Model:
-    name: str | None = key(None, "label of an embedded config, or hub ID or folder of a model")
+    """What is trained."""
+
+    name: str | None = key(
+        None, "hub ID or folder of a model, package:NAME of an installed one, or a label beside `config`"
+    )
     init: Literal["pretrained", "random"] = key("pretrained", "real weights, or random ones from the config alone")
     config: dict[str, Any] = key({}, "architecture for init=random, as in config.json; empty: read it from `name`")
     tokenizer: str = key("auto", "auto: the model's own; byte: one token a byte, no file; or hub ID or folder")
@@ -43,6 +47,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
+    """On which text."""
+
     source: Literal["stdlib", "text", "hub", "chat"] = key("stdlib", "where documents come from")
     path: str | list[str] | None = key(None, "text, chat: files, folders or globs")
     name: str | None = key(None, "hub: ID of the data set")
@@ -51,15 +57,18 @@ class Data:
     column: str = key("text", "hub, jsonl, parquet: column that holds the text")
     max_documents: int | None = key(None, "use only the first so many documents", at_least=1)
     eval_fraction: float = key(0.02, "share of the documents held out for evaluation", at_least=0, below=1)
-    packing: Literal["isolate", "concat", "none"] = key("isolate",
-                                                        "documents share rows unseen by each other, seen, or not at all")
+    packing: Literal["isolate", "concat", "none"] = key(
+        "isolate", "documents share rows unseen by each other, seen, or not at all"
+    )
     shuffle: bool = key(True, "visit documents in a random order, new each epoch")
     streaming: bool = key(False, "read as it goes, for data larger than memory")
 
 
 @dataclass(frozen=True)
 class Optim:
-    lr: float = key(1e-3, "peak learning rate", above=0)
+    """How weights move."""
+
+    lr: float = key(3e-4, "peak learning rate", above=0)
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = key("cosine", "learning rate over time")
     warmup: float = key(0.05, "steps of linear warm-up; below 1: as a share of `steps`", at_least=0)
     weight_decay: float = key(0.1, "decoupled weight decay, on matrices only", at_least=0)
@@ -70,6 +79,8 @@ class Optim:
 
 @dataclass(frozen=True)
 class Peft:
+    """Parameter-efficient fine-tuning."""
+
     name: Literal["none", "lora"] = key("none", "parameter-efficient method")
     rank: int = key(16, "LoRA rank", at_least=1)
     alpha: float = key(32.0, "LoRA scale, divided by the rank", above=0)
@@ -89,12 +100,16 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Eval:
+    """Loss on documents held out."""
+
     every: int = key(0, "steps between evaluations; 0: only at the end", at_least=0)
     batches: int = key(8, "batches of one evaluation; 0: never evaluate", at_least=0)
 
 
 @dataclass(frozen=True)
 class Wandb:
+    """Weights & Biases."""
+
     project: str = key("activation-checkpointing", "W&B project")
     entity: str | None = key(None, "W&B user or team; null: the key's default")
     group: str | None = key(None, "group of the run; a sweep sets it")
@@ -103,11 +118,15 @@ class Wandb:
 
 @dataclass(frozen=True)
 class Hardware:
+    """Device for predictions and utilization."""
+
     name: str = key("auto", "device by name, as ckpt/hardware.py lists them; auto: the one in use")
 
 
 @dataclass(frozen=True)
 class Sweep:
+    """Multirun (-m)."""
+
     name: str | None = key(None, "folder of a sweep under runs_dir; null: from its start time")
     resume: bool = key(False, "skip the jobs of the named sweep that already ended ok")
 
@@ -116,12 +135,14 @@ class Sweep:
 class Strategy:
     """The chosen strategy and its own fields (`ckpt.strategies.make(name, **fields)`)."""
 
-    name: str = "none"
-    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    name: str = key("none", "selected with +strategy=NAME")
+    fields: dict[str, Any] = key({}, "on the command line and in files: strategy.FIELD")
 
 
 @dataclass(frozen=True)
 class Config:
+    """Everything; nested groups at the end."""
+
     recipe: Literal["pretrain", "finetune"] = key("pretrain", "program of recipes/ to run")
     name: str | None = key(None, "run directory under runs_dir; null: strategy-model-seq_len-start time")
     runs_dir: str = key("runs", "folder of all runs")
@@ -187,17 +208,22 @@ def check(cfg: Config) -> None:
     if cfg.attn not in ATTENTIONS and not cfg.attn.startswith("kernels:"):
         raise ValueError(f"attn={cfg.attn!r} is unknown. Choose {', '.join(ATTENTIONS)} or kernels:ID.")
     if cfg.model.rope_scaling.type == "none" and cfg.model.rope_scaling.factor != 1:
-        raise ValueError(f"model.rope_scaling.factor={cfg.model.rope_scaling.factor:g} needs "
-                         f"model.rope_scaling.type=yarn or linear.")
+        raise ValueError(
+            f"model.rope_scaling.factor={cfg.model.rope_scaling.factor:g} needs model.rope_scaling.type=yarn or linear."
+        )
     needs = {"text": "path", "chat": "path", "hub": "name"}.get(cfg.data.source)
     if needs and not getattr(cfg.data, needs):
         raise ValueError(f"data={cfg.data.source} needs data.{needs}=...")
     if cfg.optim.warmup >= 1 and cfg.optim.warmup > cfg.steps:
-        raise ValueError(f"optim.warmup={cfg.optim.warmup:g} is more than steps={cfg.steps}. Give fewer, or a share below 1.")
+        raise ValueError(
+            f"optim.warmup={cfg.optim.warmup:g} is more than steps={cfg.steps}. Give fewer, or a share below 1."
+        )
     degrees = dataclasses.asdict(cfg.parallel)
     for name, degree in degrees.items():
         if degree == 0:
-            raise ValueError(f"parallel.{name}=0 is no degree: give 1 or more, or -1 for the ranks that the others leave.")
+            raise ValueError(
+                f"parallel.{name}=0 is no degree: give 1 or more, or -1 for the ranks that the others leave."
+            )
     if list(degrees.values()).count(-1) > 1:
         raise ValueError("parallel: only one degree can be -1, the ranks that the others leave.")
 

@@ -1,4 +1,4 @@
-"""What a run prints: single lines, a progress bar while it trains, a table at the end. Plain lines where no terminal is.
+"""What a run prints: lines, a progress bar while it trains, a table at the end. Plain lines where no terminal is.
 
 With output=json the table becomes one JSON object on stdout, and all else goes to stderr.
 
@@ -42,7 +42,7 @@ class Console:
 
     @contextlib.contextmanager
     def progress(self, total: int, start: int = 0) -> Iterator[Tick]:
-        """Show progress from step `start` to `total`; call the yielded `tick(step, loss=..., tokens_per_second=...)` once a step.
+        """Show progress from step `start` to `total`; call the yielded `tick(step, loss=..., ...)` once a step.
 
         Off a terminal about ten plain lines are printed instead.
         """
@@ -55,8 +55,13 @@ class Console:
 
             yield tick_plain
             return
-        columns = (TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"),
-                   TimeRemainingColumn())
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}"),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=self.rich, transient=True) as bar:
             task = bar.add_task("training", total=total, completed=start, shown="")
             yield lambda step, **shown: bar.update(task, completed=step, shown=_shown(shown))
@@ -78,9 +83,12 @@ def sweep_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print one line a job of a sweep."""
     table = Table("job", "status", "peak memory", "tokens/s", "loss", "seconds", box=None, pad_edge=False)
     for row in rows:
-        cells = (mib(row["peak_bytes"]) if row["peak_bytes"] is not None else "",
-                 f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] is not None else "",
-                 f"{row['final_loss']:.3f}" if row["final_loss"] is not None else "", f"{row['seconds']:.0f}")
+        cells = (
+            mib(row["peak_bytes"]) if row["peak_bytes"] is not None else "",
+            f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] is not None else "",
+            f"{row['final_loss']:.3f}" if row["final_loss"] is not None else "",
+            f"{row['seconds']:.0f}",
+        )
         table.add_row(row["name"], row["status"], *cells)
     RichConsole(highlight=False, soft_wrap=True).print(table)
 

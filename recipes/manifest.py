@@ -1,7 +1,7 @@
-"""What a run was made with: command, commit, package versions, machine. And the one place that keeps secrets out of files.
+"""What a run was made with: command, commit, package versions, machine. And what keeps secrets out of its files.
 
-    manifest = collect(sys.argv)
-    scrub({"command": "train.py wandb.key=0123...", "token": "abc"})     # {"command": "train.py ...***", "token": "***"}
+manifest = collect(sys.argv)
+scrub({"command": "train.py wandb.key=0123...", "token": "abc"})     # {"command": "train.py ...***", "token": "***"}
 """
 
 from __future__ import annotations
@@ -18,15 +18,37 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA_VERSION = 1
-PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "trl", "hydra-core", "omegaconf", "wandb", "numpy",
-            "scipy", "safetensors", "tokenizers", "flash-attn", "flash-attn-3", "liger-kernel", "kernels", "triton")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "datasets",
+    "accelerate",
+    "peft",
+    "trl",
+    "hydra-core",
+    "omegaconf",
+    "wandb",
+    "numpy",
+    "scipy",
+    "safetensors",
+    "tokenizers",
+    "flash-attn",
+    "flash-attn-3",
+    "liger-kernel",
+    "kernels",
+    "triton",
+)
 
 _HIDDEN = "***"
-_SECRET_NAME = re.compile(r"(?i)(^|[_.-])(api_?key|secret(_?key)?|access_?key|password|passwd|credentials?"
-                          r"|(hf_|auth_|access_|api_|hub_|bearer_)?token)$")
+_SECRET_NAME = re.compile(
+    r"(?i)(^|[_.-])(api_?key|secret(_?key)?|access_?key|password|passwd|credentials?"
+    r"|(hf_|auth_|access_|api_|hub_|bearer_)?token)$"
+)
 # Hugging Face, W&B (old 40 hex digits, new wandb_v1_), OpenAI-like, GitHub; and a password inside a URL.
-_SECRET_TEXT = re.compile(r"hf_[A-Za-z0-9]{16,}|wandb_v\d_[A-Za-z0-9_]{16,}|(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
-                          r"|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+_SECRET_TEXT = re.compile(
+    r"hf_[A-Za-z0-9]{16,}|wandb_v\d_[A-Za-z0-9_]{16,}|(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
+    r"|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
 _ASSIGNED = re.compile(r"(?i)([\w.-]*(?:api_?key|secret|password|passwd|(?<!_)token))=(\S+)")
 
 
@@ -44,10 +66,17 @@ def collect(argv: Sequence[str]) -> dict[str, Any]:
         "packages": _versions(),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "num_devices": torch.cuda.device_count() if cuda else 0,
-        "cpu": {"model": _cpu_model(), "capability": torch.backends.cpu.get_cpu_capability(), "cores": os.cpu_count(),
-                "threads": torch.get_num_threads()},
-        "allocator": {name: value for name, value in os.environ.items()
-                      if name.startswith("MALLOC_") or name in ("LD_PRELOAD", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")},
+        "cpu": {
+            "model": _cpu_model(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        },
+        "allocator": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("MALLOC_") or name in ("LD_PRELOAD", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        },
         "world_size": int(os.environ.get("WORLD_SIZE", 1)),
     }
 
@@ -63,8 +92,12 @@ def scrub(value: Any) -> Any:
 
 def _scrub(value: Any, known: Sequence[str]) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _HIDDEN if isinstance(inner, str) and inner and _SECRET_NAME.search(str(name))
-                else _scrub(inner, known) for name, inner in value.items()}
+        return {
+            str(name): _HIDDEN
+            if isinstance(inner, str) and inner and _SECRET_NAME.search(str(name))
+            else _scrub(inner, known)
+            for name, inner in value.items()
+        }
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_scrub(inner, known) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -84,8 +117,11 @@ def _secrets_of_environment() -> list[str]:
 
 def _git(folder: Path) -> dict[str, Any] | None:
     """Commit and dirty flag of the checkout that `folder` lies in; None outside one."""
+
     def git(*args: str) -> str:
-        return subprocess.run(["git", "-C", str(folder), *args], capture_output=True, text=True, check=True, timeout=10).stdout
+        return subprocess.run(
+            ["git", "-C", str(folder), *args], capture_output=True, text=True, check=True, timeout=10
+        ).stdout
 
     try:
         # The commit is split from the scrubbing rule for 40 hex digits by its place: it never passes through scrub().

@@ -1,7 +1,7 @@
 """The directory of one run: its name, its files, its status. Rank 0 writes; on other ranks every call does nothing.
 
 Owns config.yaml, manifest.json, metrics.jsonl and summary.json, and is the one door to the tracker. JSON files are
-written beside and renamed, so that a reader never sees half of one; metrics.jsonl is flushed line by line and is the truth.
+written beside and renamed, so that a reader never sees half of one; metrics.jsonl, flushed line by line, is the truth.
 
     with open_run(cfg) as run:                 # an exception inside records its status and goes on
         run.describe(data_fingerprint="...")   # more lines for manifest.json
@@ -32,8 +32,17 @@ from recipes.manifest import SCHEMA_VERSION, collect, scrub
 from recipes.tracking import NoTracker, Tracker, open_tracker
 
 STATUSES = ("running", "ok", "oom", "predicted_oom", "killed", "timeout", "interrupted", "nan", "failed")
-SUMMARY_FIELDS = ("error", "peak_bytes", "predicted_peak_bytes", "residents", "tokens_per_second", "first_loss",
-                  "final_loss", "recompute_flops", "step_flops")
+SUMMARY_FIELDS = (
+    "error",
+    "peak_bytes",
+    "predicted_peak_bytes",
+    "residents",
+    "tokens_per_second",
+    "first_loss",
+    "final_loss",
+    "recompute_flops",
+    "step_flops",
+)
 
 
 class RunStopped(Exception):
@@ -87,7 +96,7 @@ class RunDir:
         self.tracker.log(metrics)
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of metrics.jsonl after `step` (and a line cut short by a kill): a resumed run logs them again."""
+        """Drop the lines of metrics.jsonl after `step`, or cut short by a kill: a resumed run logs them again."""
         path = self.path / "metrics.jsonl"
         if self.writes and path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
@@ -157,7 +166,7 @@ def status_of(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether device or host memory ran out. torch's CPU allocator raises a plain RuntimeError (c10/core/impl/alloc_cpu.cpp)."""
+    """Tell whether device or host memory ran out. torch's CPU allocator raises a RuntimeError (c10 alloc_cpu.cpp)."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
@@ -171,7 +180,7 @@ def one_line(error: BaseException) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader finds the old file or the new one, never a part. Leaves no temporary file."""
+    """Write `text` to `path` so that a reader finds the old file or the new one, and no other file is left."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -187,13 +196,22 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _enter(cfg: Config) -> RunDir:
-    summary = {"status": "running", **dict.fromkeys(SUMMARY_FIELDS), "strategy": cfg.strategy.name,
-               "seq_len": cfg.seq_len, "batch_size": cfg.batch_size, "schema_version": SCHEMA_VERSION, "started_at": _now()}
+    summary = {
+        "status": "running",
+        **dict.fromkeys(SUMMARY_FIELDS),
+        "strategy": cfg.strategy.name,
+        "seq_len": cfg.seq_len,
+        "batch_size": cfg.batch_size,
+        "schema_version": SCHEMA_VERSION,
+        "started_at": _now(),
+    }
     writes = int(os.environ.get("RANK", 0)) == 0
     path = Path(cfg.runs_dir) / (cfg.name or default_name(cfg))
     if cfg.resume:
         if not (path / "config.yaml").exists():
-            raise ValueError(f"resume=true, but {path} holds no run. Give the run's name (name=...), or leave resume out.")
+            raise ValueError(
+                f"resume=true, but {path} holds no run. Give the run's name (name=...), or leave resume out."
+            )
     elif writes:
         _make(path, automatic=cfg.name is None)
     return RunDir(path, writes, Console(cfg.output), summary)
@@ -209,7 +227,9 @@ def _make(path: Path, automatic: bool) -> None:
             raise ValueError(f"{path} exists already: {what}, or give another name=...") from None
         raise ValueError(f"runs_dir={str(path.parent)!r} is no folder. Give another runs_dir=...") from None
     except OSError as error:
-        raise ValueError(f"cannot make {path}: {error.strerror}. Give a folder that you may write to: runs_dir=...") from None
+        raise ValueError(
+            f"cannot make {path}: {error.strerror}. Give a folder that you may write to: runs_dir=..."
+        ) from None
 
 
 def _write_first_files(run: RunDir, cfg: Config) -> None:
@@ -231,7 +251,7 @@ def _remove(run: RunDir) -> None:
     if run.writes:
         shutil.rmtree(run.path, ignore_errors=True)
         with contextlib.suppress(OSError):
-            run.path.parent.rmdir()     # only if nothing else is in it
+            run.path.parent.rmdir()  # only if nothing else is in it
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""Strict, typed configuration from dataclasses: every key declared once, with type, default, bounds and one line of doc.
+"""Strict, typed configuration from dataclasses: every key declared once, with type, default, bounds and doc.
 
-Owns the step from a plain nested dict (what Hydra or a saved YAML file gives) to dataclass instances, and the wording of
-every complaint on the way. Knows no key of this project.
+Owns the step from a plain nested dict (what Hydra or a saved YAML file gives) to dataclass instances, and the wording
+of every complaint on the way. Knows no key of this project.
 
     @dataclass(frozen=True)
     class Optim:
         lr: float = key(3e-4, "peak learning rate", above=0)
 
     build(Optim, {"lr": 1e-3}, "optim")       # Optim(lr=0.001)
-    build(Optim, {"rl": 1e-3}, "optim")       # ValueError: optim.rl is no key of this program. Did you mean optim.lr? ...
+    build(Optim, {"rl": 1e-3}, "optim")       # ValueError: optim.rl is no key of this program. Did you mean optim.lr?
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ T = TypeVar("T")
 _UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3}
 
 
-def key(default: Any, doc: str, *, at_least: float | None = None, above: float | None = None,
-        at_most: float | None = None, below: float | None = None) -> Any:
+def key(
+    default: Any,
+    doc: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
     """Declare one configuration key: its default, its one-line doc, and the bounds that its numbers must keep."""
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     metadata = {"doc": doc, "bounds": {name: limit for name, limit in bounds.items() if limit is not None}}
@@ -62,7 +69,7 @@ def build(cls: type[T], values: Any, where: str = "") -> T:
 
 
 def convert(value: Any, hint: Any, path: str) -> Any:
-    """Return `value` as the type `hint` asks for, or raise ValueError that says what is allowed and what to write instead."""
+    """Return `value` as the type `hint` asks for. Raises ValueError: what is allowed, what to write instead."""
     if dataclasses.is_dataclass(hint):
         return build(hint, value, path)
     ok, made = _match(value, hint)
@@ -127,10 +134,13 @@ def _check_bounds(value: Any, bounds: dict[str, float], path: str) -> None:
     for number in value if isinstance(value, (list, tuple)) else [value]:
         if not isinstance(number, (int, float)) or isinstance(number, bool):
             continue
-        failed = (("at_least" in bounds and not number >= bounds["at_least"])
-                  or ("above" in bounds and not number > bounds["above"])
-                  or ("at_most" in bounds and not number <= bounds["at_most"])
-                  or ("below" in bounds and not number < bounds["below"]) or number != number)
+        failed = (
+            ("at_least" in bounds and not number >= bounds["at_least"])
+            or ("above" in bounds and not number > bounds["above"])
+            or ("at_most" in bounds and not number <= bounds["at_most"])
+            or ("below" in bounds and not number < bounds["below"])
+            or number != number
+        )
         if failed:
             words = " and ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in bounds.items())
             raise ValueError(f"{path}={value!r} is out of range: it must be {words or 'a number'}.")
@@ -159,7 +169,9 @@ def _hint(value: Any, hint: Any, path: str) -> str:
         unit = re.fullmatch(r"(\d+)\s*([kKmMgG])i?[bB]?", value.strip())
         if unit and members & {int, float}:
             return f" Write {path}={int(unit[1]) * _UNITS[unit[2].lower()]}."
-        choices = [choice for member in members for choice in typing.get_args(member) or [member] if isinstance(choice, str)]
+        choices = [
+            choice for member in members for choice in typing.get_args(member) or [member] if isinstance(choice, str)
+        ]
         near = difflib.get_close_matches(value, choices, n=1)
         return f" Did you mean {path}={near[0]}?" if near else ""
     if isinstance(value, bool):

@@ -1,6 +1,6 @@
 """A sweep: jobs run one after the other, each in a process of its own, each a row of runs/SWEEP/sweep.json.
 
-    run(cfg, [["+strategy=none"], ["+strategy=full"]], command=["python", "train.py"])
+run(cfg, [["+strategy=none"], ["+strategy=full"]], command=["python", "train.py"])
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ def run(cfg: Config, jobs: Sequence[Sequence[str]], command: Sequence[str], firs
     record = folder / "sweep.json"
     earlier = {row["name"]: row for row in read_json(record).get("jobs", [])}
     if folder.exists() and not cfg.sweep.resume:
-        raise ValueError(f"{folder} exists already: run what is left of it with sweep.resume=true, or give another sweep.name.")
+        raise ValueError(
+            f"{folder} exists already: run what is left of it with sweep.resume=true, or give another sweep.name."
+        )
     if cfg.sweep.resume and not earlier:
-        raise ValueError(f"sweep.resume=true, but {record} holds no sweep. Give its name with sweep.name=..., or leave resume out.")
+        raise ValueError(
+            f"sweep.resume=true, but {record} holds no sweep. Give its name with sweep.name=..., or leave resume out."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for name, overrides in zip(job_names(jobs, first), jobs, strict=True):
@@ -105,10 +109,21 @@ def _row(path: Path, name: str, overrides: Sequence[str], code: int, last: str, 
     elif code > 0 and status in (None, "running", "ok"):
         status, error = "failed", last.removeprefix("error: ") or f"exit code {code}"
     if summary and summary.get("status") == "running":
-        write_atomically(path / "summary.json", json.dumps(summary | {"status": status, "error": error}, indent=2) + "\n")
+        write_atomically(
+            path / "summary.json", json.dumps(summary | {"status": status, "error": error}, indent=2) + "\n"
+        )
     measured = {key: summary.get(key) for key in ("peak_bytes", "tokens_per_second", "final_loss")}
-    return scrub({"name": name, "overrides": list(overrides), "status": status, "exit_code": code, "error": error,
-                  "seconds": round(seconds, 2), **measured})
+    return scrub(
+        {
+            "name": name,
+            "overrides": list(overrides),
+            "status": status,
+            "exit_code": code,
+            "error": error,
+            "seconds": round(seconds, 2),
+            **measured,
+        }
+    )
 
 
 def _set_aside(path: Path) -> None:
@@ -124,9 +139,15 @@ def _write(record: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def _raise_for(rows: Sequence[dict[str, Any]], num_jobs: int, record: Path, cfg: Config) -> None:
     if rows[-1]["status"] == "interrupted":
-        raise RunStopped("interrupted", f"interrupted after {len(rows) - 1} of {num_jobs} jobs. "
-                                        f"The rest: the same command with sweep.name={cfg.sweep.name} sweep.resume=true.")
+        raise RunStopped(
+            "interrupted",
+            f"interrupted after {len(rows) - 1} of {num_jobs} jobs. "
+            f"The rest: the same command with sweep.name={cfg.sweep.name} sweep.resume=true.",
+        )
     bad = [f"{row['name']} ({row['status']})" for row in rows if row["status"] != "ok"]
     if bad:
-        raise RunStopped("failed", f"{len(bad)} of {num_jobs} jobs did not end ok: {', '.join(bad)}. Rows: {record}. "
-                                   f"Again, these alone: the same command with sweep.name={cfg.sweep.name} sweep.resume=true.")
+        raise RunStopped(
+            "failed",
+            f"{len(bad)} of {num_jobs} jobs did not end ok: {', '.join(bad)}. Rows: {record}. "
+            f"Again, these alone: the same command with sweep.name={cfg.sweep.name} sweep.resume=true.",
+        )

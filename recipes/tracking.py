@@ -65,7 +65,7 @@ class WandbTracker:
             self.notice = f"W&B: {run.url}"
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Log one step. W&B drops a step that goes backwards, which a resumed run would do: `define_metric` in `_start`."""
+        """Log one step. `step` is a value like the others: see `define_metric` in `_start`."""
         self._run.log(dict(metrics))
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -148,9 +148,20 @@ def _start(cfg: Config, path: Path, config: Mapping[str, Any], mode: str, earlie
     # progress bar. resume is for online runs only: offline it is ignored with a warning.
     settings = wandb.Settings(silent=True, console="off", init_timeout=30)
     resume = "allow" if earlier_id and mode == "online" else None
-    run = wandb.init(project=cfg.wandb.project, entity=cfg.wandb.entity, group=cfg.wandb.group or cfg.sweep.name,
-                     name=path.name, config=dict(config), dir=str(path), mode=mode, reinit="create_new", settings=settings,
-                     id=earlier_id, resume=resume, job_type=cfg.recipe)
+    run = wandb.init(
+        project=cfg.wandb.project,
+        entity=cfg.wandb.entity,
+        group=cfg.wandb.group or cfg.sweep.name,
+        name=path.name,
+        config=dict(config),
+        dir=str(path),
+        mode=mode,
+        reinit="create_new",
+        settings=settings,
+        id=earlier_id,
+        resume=resume,
+        job_type=cfg.recipe,
+    )
     # Our own step is the x axis: W&B's internal one only counts calls and cannot go back.
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step")
