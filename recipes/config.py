@@ -62,6 +62,7 @@ class Data:
     )
     shuffle: bool = key(True, "visit documents in a random order, new each epoch")
     streaming: bool = key(False, "read as it goes, for data larger than memory")
+    augment: Literal["none", "crop", "mask"] = key("none", "random change of each training document, new each epoch")
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ class Config:
     log_every: int = key(1, "steps between lines of metrics.jsonl", at_least=1)
     measure_every: int = key(0, "steps between probe steps of the memory ledger; 0: one, after warm-up", at_least=0)
     save_every: int = key(0, "steps between train states; 0: only at the end", at_least=0)
+    export: bool = key(False, "write the trained model with save_pretrained, to export/ in the run's directory")
     tracker: Literal["wandb", "none"] = key("wandb", "where metrics go besides metrics.jsonl")
     on_predicted_oom: Literal["warn", "error"] = key("warn", "what to do when the predicted peak exceeds the device")
     output: Literal["table", "json"] = key("table", "how results are printed")
