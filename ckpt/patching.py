@@ -21,8 +21,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ckpt import strategies
 from ckpt.audit import Audit, audit_of
+from ckpt.engine.chains import find_chains
 from ckpt.engine.region import Region
 from ckpt.engine.segments import SegmentTail
+from ckpt.engine.tiles import Chain, HandThrough, RunTiled
 from ckpt.layers import Layer, find_layers, unwrapped
 from ckpt.plan import LayerPlan, Plan, Policy
 
@@ -42,6 +44,8 @@ class Applied:
         self._model = model
         self._undo: list[tuple[nn.Module, str, object]] = []
         self._loss = None
+        self.chains: dict[int, Chain] = {}  # by layer, its tiled MLP
+        self.not_tiled: dict[int, str] = {}
         self.checked = False
 
     def audit(self) -> Audit:
@@ -72,7 +76,7 @@ class Applied:
                 module.__dict__[key] = old
         if self._loss is not None:
             self._loss.undo()
-        self._undo, self._loss = [], None
+        self._undo, self._loss, self.chains = [], None, {}
 
     def _set(self, module: nn.Module, key: str, value) -> None:
         self._undo.append((module, key, module.__dict__.get(key, _MISSING)))
@@ -103,6 +107,8 @@ def apply(
     _refuse_what_is_there(model, layers)
     applied = Applied(inner, policy, len(layers))
     try:
+        if tile_mlp != 1:  # before the layers are patched: tiling looks at what the plain model does
+            _tile(applied, model, layers, tile_mlp)
         _patch_layers(applied, model, layers, policy, dynamic)
         if applied.regions:
             guard = _Guard(applied)
@@ -114,8 +120,6 @@ def apply(
             applied._loss = attach_chunked_loss(model)
         elif loss not in ("full", "torch"):
             raise ValueError(f"loss={loss!r} is unknown; it is full or chunked")
-        if tile_mlp != 1:
-            raise ValueError(f"tile_mlp={tile_mlp!r} is not supported yet; it is 1")
     except BaseException:
         applied.undo()
         raise
@@ -172,6 +176,23 @@ def _patch_layers(applied: Applied, model, layers: list[Layer], policy: Policy, 
     if applied.regions:
         applied._set(applied._model, "_ckpt_applied", applied)
         _set_model_flags(applied, model)
+
+
+def _tile(applied: Applied, model: nn.Module, layers: list[Layer], num_tiles: int) -> None:
+    if isinstance(num_tiles, bool) or not isinstance(num_tiles, int) or num_tiles < 1:
+        raise ValueError(f"tile_mlp={num_tiles!r} must be a whole number of tiles, 1 or more")
+    chains, reasons = find_chains(model, [layer.module for layer in layers])
+    for layer, chain, reason in zip(layers, chains, reasons, strict=True):
+        if chain is None:
+            applied.not_tiled[layer.index] = reason
+            continue
+        chain.num_tiles = num_tiles
+        applied.chains[layer.index] = chain
+        for position, module in enumerate(chain.modules):
+            is_last = position == len(chain.modules) - 1
+            applied._set(module, "forward", RunTiled(chain) if is_last else HandThrough(chain, position))
+    if not applied.chains:
+        raise ValueError(f"tile_mlp={num_tiles}: no layer's MLP can be tiled, since {reasons[0]}. Set tile_mlp=1.")
 
 
 def _set_model_flags(applied: Applied, model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -17,6 +18,7 @@ from ckpt.engine.record import Op
 from ckpt.plan import Decision, Plan, Policy, Rule
 
 _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "addmv", "mv", "_scaled_mm"})
+_ATTENTION_PATH = re.compile(r"attn|attention", re.IGNORECASE)
 _GROUPS = ("attention", "matmul", "moe", "by_price")
 _EXPERT_MATMULS = frozenset({"_grouped_mm", "grouped_mm", "_scaled_grouped_mm"})
 
@@ -168,7 +170,9 @@ class KeepPolicy:
         name = op.key.op
         if part == "attention":
             # Without a fused kernel, probabilities @ values stands for attention: the scores are T x T and not worth keeping.
-            return name == ATTENTION or (name in ("bmm", "baddbmm") and "attn" in op.key.path and not is_quadratic(op))
+            return name == ATTENTION or (
+                name in ("bmm", "baddbmm") and bool(_ATTENTION_PATH.search(op.key.path)) and not is_quadratic(op)
+            )
         if part == "matmul":
             return name in _MATMULS and not is_quadratic(op)
         if part == "moe":

@@ -374,6 +374,10 @@ class _Capture(TorchDispatchMode):
         return out
 
 
+# Our own functions whose work is done by torch ops alone.
+_TRANSPARENT = {"TiledChain"}
+
+
 def python_functions(output, inputs: list[torch.Tensor]) -> tuple[str, ...]:
     """Return the names of `torch.autograd.Function`s written in Python between a layer's inputs and its output.
 
@@ -388,7 +392,7 @@ def python_functions(output, inputs: list[torch.Tensor]) -> tuple[str, ...]:
         seen.add(node)
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             name = type(node).__name__.removesuffix("Backward")
-            if not name.startswith("GeneratedBackwardFor_"):
+            if not name.startswith("GeneratedBackwardFor_") and name not in _TRANSPARENT:
                 names.append(name)
         queue += [next_node for next_node, _ in node.next_functions if next_node is not None]
     return tuple(dict.fromkeys(names))

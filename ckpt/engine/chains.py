@@ -1,0 +1,172 @@
+"""Find the token-wise chain of each decoder layer by running the model on a few tokens.
+
+Seen while it runs: which child modules take one tensor and return one, whose output is whose input, and which ops read what
+lies in between. Checked by number too: a chain of tokens must give what it gives token by token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ckpt.engine.record import Recorder
+from ckpt.engine.tiles import Chain, is_token_wise, num_linear, why_random
+
+_PROBE_TOKENS = 4
+
+
+@dataclass
+class _Seen:
+    """One call of a child module."""
+
+    name: str
+    module: nn.Module
+    source: torch.Tensor
+    result: torch.Tensor
+    calls: int = 1
+
+
+@dataclass
+class _LayerProbe:
+    seen: dict[str, _Seen] = field(default_factory=dict)
+    recorder: Recorder | None = None
+    readers: dict[int, set[str]] = field(default_factory=dict)  # storage address -> paths of the modules that read it
+    odd: set[str] = field(default_factory=set)  # children called twice, or with other arguments than one tensor
+
+
+def find_chains(model: nn.Module, layers: list[nn.Module]) -> tuple[list[Chain | None], list[str | None]]:
+    """Return, by layer, its chain or None, and why there is none.
+
+    The model is run once, without gradients, on a few tokens; generators and training flags are left as they were.
+    """
+    probes = [_LayerProbe() for _ in layers]
+    failure = _run_probe(model, layers, probes)
+    chains, reasons = [], []
+    for layer, probe in zip(layers, probes, strict=True):
+        chain, reason = (None, failure) if not probe.seen else _chain_of(probe)
+        if chain is not None and not _is_token_wise(chain, probe):
+            chain, reason = None, "its MLP mixes tokens"
+        chains.append(chain)
+        reasons.append(reason)
+        probe.seen.clear()
+    return chains, reasons
+
+
+def _run_probe(model, layers, probes) -> str | None:
+    hooks = []
+    for layer, probe in zip(layers, probes, strict=True):
+        hooks.append(layer.register_forward_pre_hook(_Enter(layer, probe)))
+        hooks.append(layer.register_forward_hook(_Leave(probe), always_call=True))
+        for name, child in layer.named_children():
+            hooks.append(child.register_forward_hook(_Note(name, probe), with_kwargs=True))
+    device = next(model.parameters()).device
+    tokens = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long, device=device)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[] if device.type in ("cpu", "meta") else [device]):
+            model(input_ids=tokens, use_cache=False)
+    except Exception as error:  # any model code may run here; a model that cannot be probed is trained untiled
+        return f"a probe of {_PROBE_TOKENS} tokens failed: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for probe in probes:
+            if probe.recorder is not None:
+                probe.recorder.__exit__(None, None, None)
+                probe.recorder = None
+    return "it was not called"
+
+
+class _Enter:
+    def __init__(self, layer, probe):
+        self._layer, self._probe = layer, probe
+
+    def __call__(self, module, args):
+        if self._probe.recorder is None and not self._probe.seen:
+            self._probe.recorder = Recorder(self._layer, [])
+            self._probe.recorder.__enter__()
+
+
+class _Leave:
+    def __init__(self, probe):
+        self._probe = probe
+
+    def __call__(self, module, args, output):
+        recorder, self._probe.recorder = self._probe.recorder, None
+        if recorder is None:
+            return
+        recorder.__exit__(None, None, None)
+        addresses = {number: address for address, number in recorder._storages.items()}
+        for op in recorder.record.ops:
+            if not op.is_view:
+                for number in op.reads:
+                    self._probe.readers.setdefault(addresses[number], set()).add(op.key.path.split(".")[0])
+
+
+class _Note:
+    def __init__(self, name, probe):
+        self._name, self._probe = name, probe
+
+    def __call__(self, module, args, kwargs, output):
+        probe, name = self._probe, self._name
+        if probe.recorder is None:
+            return
+        tensors = [*args, *kwargs.values()]
+        plain = len(tensors) == 1 and len(args) == 1 and isinstance(tensors[0], torch.Tensor)
+        if name in probe.seen or not plain or not isinstance(output, torch.Tensor):
+            probe.odd.add(name)
+            probe.seen.pop(name, None)
+        elif name not in probe.odd:
+            probe.seen[name] = _Seen(name, module, tensors[0], output)
+
+
+def _chain_of(probe: _LayerProbe) -> tuple[Chain | None, str | None]:
+    """Return the longest way through token-wise children that holds an MLP: two linear layers or more."""
+    usable, reasons = {}, []
+    for seen in probe.seen.values():
+        if is_token_wise(seen.module):
+            reason = why_random(seen.module)
+            if reason is None:
+                usable[seen.name] = seen
+            elif num_linear(seen.module):
+                reasons.append(reason)
+    following = {}
+    for seen in usable.values():
+        readers = probe.readers.get(_address(seen.result), set())
+        nexts = [s for s in usable.values() if s.source is seen.result and readers <= {s.name}]
+        if len(nexts) == 1:
+            following[seen.name] = nexts[0].name
+    best: list[_Seen] = []
+    for start in usable.keys() - set(following.values()):
+        names = [start]
+        while names[-1] in following:
+            names.append(following[names[-1]])
+        links = [usable[name] for name in names]
+        if sum(num_linear(s.module) for s in links) >= 2 and _size(links) > _size(best):
+            best = links
+    if not best:
+        return None, reasons[0] if reasons else "it has no dense MLP (a mixture of experts, or work between its modules)"
+    return Chain([s.module for s in best], tuple(s.name for s in best)), None
+
+
+def _size(links: list[_Seen]) -> int:
+    return sum(p.numel() for s in links for p in s.module.parameters())
+
+
+def _is_token_wise(chain: Chain, probe: _LayerProbe) -> bool:
+    source = probe.seen[chain.names[0]].source
+    if type(source) is not torch.Tensor or source.device.type == "meta" or source.dim() < 2 or source.shape[-2] < 2:
+        return source.dim() >= 2  # fake or meta tensors have no values to compare
+    with torch.no_grad():
+        # Not the probe's own rows, which are equal: position 0 must not see position 1, nor the other way round.
+        sample = source + torch.randn_like(source, dtype=torch.float32).to(source.dtype)
+        whole = chain.run(sample)
+        parts = torch.cat([chain.run(sample[..., i : i + 1, :]) for i in range(sample.shape[-2])], dim=-2)
+    chain.tokens_run = 0
+    tolerance = 1e-4 if source.dtype == torch.float32 else 5e-2
+    return whole.shape == parts.shape and torch.allclose(whole, parts, rtol=tolerance, atol=tolerance)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,165 @@
+"""Tiled MLP: the token-wise part of a layer, run and differentiated tile by tile along the sequence.
+
+The token-wise part is a chain of the layer's child modules, at most [norm, MLP, norm], through which the hidden states pass
+and nothing else reads them in between. The last module of the chain runs the whole chain on one tile of tokens at a time and
+saves the chain's input alone; the others hand their input through. In backward each tile is run again and differentiated.
+So the MLP runs exactly twice: a layer's replay needs the chain's input, and its output is skipped as dead.
+
+What is tiled is found by running the model once on a few tokens (`find_chains`): reading the code would not tell.
+ALST (arXiv:2506.13996) tiles the same part inside a replayed layer and runs the MLP three times.
+
+Legend: B batch, T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ckpt.engine.context import Settings, Surroundings
+
+@dataclass(eq=False)
+class Chain:
+    """Modules through which the hidden states of a layer pass, token by token."""
+
+    modules: list[nn.Module]
+    names: tuple[str, ...]
+    num_tiles: int = 1
+    forwards: list = field(default_factory=list)  # the modules' own forwards
+    tokens_run: int = 0  # through the chain, over all passes
+
+    def __post_init__(self):
+        self.forwards = [m.forward for m in self.modules]
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.tokens_run += hidden.shape[-2]
+        for forward in self.forwards:
+            hidden = forward(hidden)
+        return hidden
+
+    def parameters(self) -> list[nn.Parameter]:
+        found = {id(p): p for m in self.modules for p in m.parameters() if p.requires_grad}
+        return list(found.values())
+
+    def bounds(self, num_tokens: int) -> list[tuple[int, int]]:
+        size = -(-num_tokens // self.num_tiles)
+        return [(a, min(a + size, num_tokens)) for a in range(0, num_tokens, size)]
+
+
+class HandThrough:
+    """Instance forward of a chain's first modules: their work is done by the last one, tile by tile."""
+
+    def __init__(self, chain: Chain, position: int):
+        self._chain, self._position = chain, position
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if torch.is_grad_enabled() else self._chain.forwards[self._position](hidden)
+
+
+class RunTiled:
+    """Instance forward of a chain's last module."""
+
+    def __init__(self, chain: Chain):
+        self._chain = chain
+        self._surroundings: Surroundings | None = None
+
+    def __getstate__(self):
+        return {"_chain": self._chain, "_surroundings": None}
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        chain = self._chain
+        if not torch.is_grad_enabled():
+            return chain.forwards[-1](hidden)
+        if self._surroundings is None:
+            self._surroundings = Surroundings(nn.ModuleList(chain.modules))
+        settings = self._surroundings.capture(hidden.device.type)
+        return TiledChain.apply(chain, self._surroundings, settings, hidden, *chain.parameters())
+
+
+class TiledChain(torch.autograd.Function):
+    """(B, T, D) -> (B, T, D), saving only its input."""
+
+    @staticmethod
+    def forward(ctx, chain: Chain, surroundings: Surroundings, settings: Settings, hidden, *parameters):
+        ctx.chain, ctx.surroundings, ctx.settings = chain, surroundings, settings
+        ctx.num_parameters = len(parameters)
+        ctx.save_for_backward(hidden)
+        output = None
+        for begin, end in chain.bounds(hidden.shape[-2]):
+            tile = chain.run(hidden[..., begin:end, :])
+            if output is None:
+                output = tile.new_empty((*hidden.shape[:-1], tile.shape[-1]))
+            output[..., begin:end, :] = tile
+            del tile  # the next tile must not stand beside this one
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        (hidden,) = ctx.saved_tensors
+        chain = ctx.chain
+        parameters = chain.parameters()
+        if len(parameters) != ctx.num_parameters:
+            raise RuntimeError("requires_grad of a tiled MLP's parameters changed between forward and backward")
+        wants_hidden = ctx.needs_input_grad[3]
+        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        totals: list[torch.Tensor | None] = [None] * len(parameters)
+        with ctx.surroundings.restored(ctx.settings, hidden.device.type):
+            for begin, end in chain.bounds(hidden.shape[-2]):
+                leaf = hidden[..., begin:end, :].detach().requires_grad_(wants_hidden)
+                with torch.enable_grad():
+                    tile = chain.run(leaf)
+                inputs = ([leaf] if wants_hidden else []) + parameters
+                found = list(torch.autograd.grad(tile, inputs, gradient[..., begin:end, :], allow_unused=True))
+                del tile
+                if wants_hidden:
+                    hidden_gradient[..., begin:end, :] = found.pop(0)
+                _accumulate(totals, found, chain.num_tiles)
+                del found
+        gradients = [None if t is None else t.to(p.dtype) for t, p in zip(totals, parameters, strict=True)]
+        return None, None, None, hidden_gradient, *gradients
+
+
+def _accumulate(totals: list, found: list, num_tiles: int) -> None:
+    """Sum over tiles in fp32 at least: the whole product rounds once, and so should its parts together."""
+    for k, gradient in enumerate(found):
+        if gradient is None:
+            continue
+        found[k] = None
+        if totals[k] is None:
+            wide = num_tiles > 1 and gradient.dtype in (torch.bfloat16, torch.float16)
+            totals[k] = gradient.float() if wide else gradient
+        else:
+            totals[k].add_(gradient)
+
+
+def is_token_wise(module: nn.Module) -> bool:
+    """True for a module made of linear layers, norms, activations and dropouts alone. What its code does with them is
+    for the probe to check."""
+    leaves = [m for m in module.modules() if not any(True for _ in m.children())]
+    if any(any(True for _ in m.parameters(recurse=False)) for m in module.modules() if m not in leaves):
+        return False
+    weighted = [m for m in leaves if any(True for _ in m.parameters(recurse=False))]
+    return all(_is_known(m) for m in weighted)
+
+
+def num_linear(module: nn.Module) -> int:
+    return sum(_is_linear(m) for m in module.modules() if not any(True for _ in m.children()))
+
+
+def why_random(module: nn.Module) -> str | None:
+    """Dropout inside the chain would draw its masks tile by tile, other masks than without tiles."""
+    for m in module.modules():
+        if isinstance(m, nn.Dropout) and m.p > 0:
+            return f"its MLP has dropout {m.p}, whose masks would be drawn tile by tile"
+    return None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D"
+
+
+def _is_known(module: nn.Module) -> bool:
+    return _is_linear(module) or "norm" in type(module).__name__.lower()
