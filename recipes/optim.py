@@ -43,12 +43,14 @@ def build_scheduler(optimizer: torch.optim.Optimizer, optim: Optim,
                     steps: int) -> torch.optim.lr_scheduler.LambdaLR:
     """Make transformers' schedule of that name over `steps` optimizer steps, with linear warm-up.
 
-    `warmup` below 1 is a share of `steps`, else a number of steps. Raises ValueError when it leaves no step to train.
+    `warmup` below 1 is a share of `steps`, else a number of steps. Raises ValueError when it is more than all of them.
     """
     warmup_steps = round(optim.warmup * steps) if optim.warmup < 1 else int(optim.warmup)
-    if optim.warmup >= 1 and warmup_steps >= steps:
-        raise ValueError(f"optim.warmup={warmup_steps} steps leaves nothing of steps={steps}. Lower optim.warmup, "
-                         "raise steps, or give warm-up as a share below 1.")
+    if warmup_steps > steps:
+        raise ValueError(
+            f"optim.warmup={warmup_steps} steps is more than steps={steps}. Lower optim.warmup, raise steps, or give "
+            "warm-up as a share below 1."
+        )
     specific = {"min_lr_rate": MIN_LR_SHARE} if optim.schedule == "cosine_with_min_lr" else None
     return get_scheduler(optim.schedule, optimizer, warmup_steps, steps, scheduler_specific_kwargs=specific)
 

@@ -200,7 +200,7 @@ def test_schedule_follows_its_formula(schedule, warmup, expected):
 
 
 def test_warmup_longer_than_the_run_is_an_error():
-    optim = Optim(warmup=4)
+    optim = Optim(warmup=5)
     optimizer = build_optimizer([("p", torch.nn.Parameter(torch.zeros(1)))], optim)
-    with pytest.raises(ValueError, match="optim.warmup=4 steps leaves nothing of steps=4"):
+    with pytest.raises(ValueError, match="optim.warmup=5 steps is more than steps=4"):
         build_scheduler(optimizer, optim, 4)

@@ -1,0 +1,96 @@
+"""The parts of a run put together, in the one order that works:
+
+    adapter -> number format -> attention -> ckpt.apply -> compile -> optimizer -> train state
+
+Adapters first: they add modules inside the layers. The number format before `ckpt.apply`, so that what is measured and
+planned has its final dtype. Compilation after it, since it captures what is there. The optimizer last: it must hold the
+parameters that are trained in the end. `pretrain.py` and `finetune.py` are the programs that use these parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import ckpt
+from ckpt import strategies
+from ckpt.attention import choose, prepare, watch_masks
+from ckpt.layers import find_layers
+from recipes.config import Config
+from recipes.data import Data, build_data
+from recipes.loop import unwrapped
+from recipes.optim import build_optimizer, build_scheduler
+from recipes.precision import DTYPES, Precision
+from recipes.rundir import RunDir
+from recipes.train_state import TrainState
+
+
+def read_data(cfg: Config, tokenizer: Any, run: RunDir) -> Data:
+    """Build the data that `cfg.data` describes and note its fingerprint in the manifest."""
+    chosen = cfg.data
+    data = build_data(
+        chosen.source, tokenizer=tokenizer, seq_len=cfg.seq_len, batch_size=cfg.batch_size, packing=chosen.packing,
+        path=chosen.path, name=chosen.name, subset=chosen.subset, split=chosen.split, column=chosen.column,
+        max_documents=chosen.max_documents, eval_fraction=chosen.eval_fraction, shuffle=chosen.shuffle,
+        streaming=chosen.streaming, augment=chosen.augment, seed=cfg.seed,
+    )  # fmt: skip
+    run.describe(data=data.fingerprint)
+    return data
+
+
+def set_attention(cfg: Config, model: nn.Module, device: torch.device, run: RunDir) -> None:
+    """Choose the attention kernel for this model, device and packing; say and note which one runs, and why."""
+    packing = cfg.data.packing
+    choice = choose(
+        unwrapped(model), cfg.attn, device=device, dtype=DTYPES[cfg.dtype], packing=packing, seq_len=cfg.seq_len
+    )
+    choice.activate()
+    prepare(model, packing, choice.implementation)
+    watch_masks(model, forbid=cfg.attn == "flash", say=run.console.say)
+    run.console.say(f"attention {choice}")
+    run.describe(attention={"implementation": choice.implementation, "kernel": choice.kernel, "why": choice.why})
+
+
+def apply_strategy(cfg: Config, model: nn.Module, run: RunDir) -> ckpt.Applied:
+    """Put the chosen strategy in force, then compile the decoder layers if asked to.
+
+    Raises ValueError where torch.compile would ignore the strategy.
+    """
+    chosen = cfg.strategy
+    if cfg.compile and chosen.name != "none":
+        raise ValueError(
+            f"compile=true with strategy {chosen.name}: compiled layers would ignore what is to be replayed and keep "
+            "everything. Use compile=false, or +strategy=none."
+        )
+    handle = ckpt.apply(model, strategies.make(chosen.name, **chosen.fields), loss=cfg.loss, tile_mlp=cfg.tile_mlp)
+    if chosen.name == "none":
+        run.console.say("strategy none: every activation is kept; +strategy=selective replays layers, attention kept")
+    if cfg.compile:
+        for layer in find_layers(model):
+            layer.module.compile()
+    return handle
+
+
+def make_train_state(cfg: Config, model: nn.Module, precision: Precision, data: Data) -> TrainState:
+    """Make optimizer and schedule, and bundle what a train state holds."""
+    optimizer = build_optimizer(precision.named_parameters(), cfg.optim)
+    return TrainState(model, precision, optimizer, build_scheduler(optimizer, cfg.optim, cfg.steps), data.train)
+
+
+def resume(cfg: Config, state: TrainState, run: RunDir) -> int:
+    """Load the newest whole train state if asked to; return the number of steps done.
+
+    Raises ValueError when there is none, or when the run has reached `steps` already.
+    """
+    if not cfg.resume:
+        return 0
+    step = state.load_newest(run.train_state, say=run.console.say)
+    if step is None:
+        raise ValueError(f"resume=true, but {run.train_state} holds no train state. Start anew under another name.")
+    if step >= cfg.steps:
+        raise ValueError(f"run {run.name} has done {step} steps, and steps={cfg.steps}. Raise steps to train on.")
+    run.rewind(step)
+    run.console.say(f"resumed {run.name} after step {step}")
+    return step

@@ -1,0 +1,183 @@
+"""The training loop, in the order things happen: batch, loss, backward, clip, update, measure, evaluate, log, save.
+
+Owns one optimizer step and what surrounds it. Knows nothing of activation checkpointing: whatever `ckpt.apply` did to the
+model, the loop is the same.
+
+The loss of an optimizer step is the sum of its micro-batches' losses, each divided by the number of labels that count in
+*all* of them (shifted, not -100): `grad_accum` changes memory, never the gradient's meaning, whatever the rows hold.
+
+    train(cfg, state, data, run, start=0)          # raises RunStopped for NaN and for SIGTERM or Ctrl-C
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import signal
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipes.config import Config
+from recipes.data import Data, model_inputs
+from recipes.meter import Meter
+from recipes.probe import Probe
+from recipes.rng import rng_state, set_rng_state
+from recipes.rundir import RunDir, RunStopped
+from recipes.train_state import TrainState
+
+Batch = dict[str, Any]
+
+
+def train(cfg: Config, state: TrainState, data: Data, run: RunDir, meter: Meter, probe: Probe, start: int = 0) -> None:
+    """Run the optimizer steps after `start`, up to `cfg.steps`; leave what was learned of the run in its summary.
+
+    Raises RunStopped: `nan` when loss or gradient stop being finite (the weights are those of the step before), and
+    `interrupted` after a signal, once the step is finished and its train state saved.
+    """
+    state.progress.setdefault("tokens", 0)
+    scales = loss_takes_num_items(state.model)
+    with until_signal() as signalled, run.console.progress(cfg.steps, start) as tick:
+        for step in range(start + 1, cfg.steps + 1):
+            last = step == cfg.steps
+            measured = probe.due(step)
+            meter.start(measured)
+            batches = [next(data.train) for _ in range(cfg.grad_accum)]
+            with probe.measure(step, batches) if measured else contextlib.nullcontext():
+                loss, grad_norm = optimizer_step(state, batches, cfg.optim.clip, scales, step)
+            metrics = {"step": step, "loss": loss, "grad_norm": grad_norm, **meter.stop(batches)}
+
+            state.progress["tokens"] += metrics["tokens"]
+            metrics |= {"total_tokens": state.progress["tokens"], "learning_rate": state.scheduler.get_last_lr()[0]}
+            state.progress.setdefault("first_loss", loss)
+            if cfg.eval.batches and (last or (cfg.eval.every and step % cfg.eval.every == 0)):
+                metrics["eval_loss"] = evaluate(state.model, data.eval(cfg.eval.batches), scales)
+            if last or signalled or "eval_loss" in metrics or step % cfg.log_every == 0:
+                run.log(metrics)
+                run.update(first_loss=state.progress["first_loss"], final_loss=loss, **meter.summary(),
+                           **{name: metrics[name] for name in ("eval_loss",) if name in metrics})
+            tick(step, loss=loss, tokens_per_second=metrics["tokens_per_second"])
+            if last or signalled or (cfg.save_every and step % cfg.save_every == 0):
+                state.save(run.train_state, step)
+            if signalled and not last:
+                raise RunStopped("interrupted", f"{signalled[0]} after step {step} of {cfg.steps}; its train state is "
+                                                f"saved. Go on with: resume=true name={run.name}")
+
+
+def optimizer_step(state: TrainState, batches: list[Batch], clip: float, scales: bool, step: int) -> tuple[float, float]:
+    """Make one optimizer step of micro-batches and return (loss per labelled token, gradient norm before clipping).
+
+    Raises RunStopped with status `nan` before anything is updated.
+    """
+    model, parameters = state.model, [parameter for _, parameter in state.precision.named_parameters()]
+    model.train()
+    num_items = sum(batch["num_labels"] for batch in batches)
+    loss = torch.zeros((), device=device_of(model))
+    for batch in batches:
+        part = batch_loss(model, batch, num_items, len(batches), scales)
+        if part is not None:
+            part.backward()
+            loss += part.detach()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    loss, norm = loss.item(), norm.item()
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        state.precision.zero_grad()
+        raise RunStopped("nan", f"loss {loss} with gradient norm {norm} at step {step}; the weights are still those of step "
+                                f"{step - 1}. Lower optim.lr, lengthen optim.warmup, or set optim.clip.")
+    if clip and norm > clip:
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip, torch.tensor(norm, device=parameters[0].device))
+    state.optimizer.step()
+    state.scheduler.step()
+    state.precision.after_step()
+    state.precision.zero_grad()
+    return loss, norm
+
+
+def batch_loss(model: nn.Module, batch: Batch, num_items: int, num_batches: int, scales: bool) -> torch.Tensor | None:
+    """Return the share of one micro-batch in the step's loss: the sum over its labels, divided by `num_items`.
+
+    None when the model takes means by itself and has nothing to take one of. A router's auxiliary loss is a mean over
+    tokens already, so a micro-batch brings 1 / num_batches of it.
+    """
+    device = device_of(model)
+    inputs = model_inputs(batch, device)
+    if not scales:
+        if batch["num_labels"] == 0:
+            return None
+        return model(**inputs, use_cache=False).loss * (batch["num_labels"] / num_items)
+    # A tensor, as Trainer passes it: a number would make torch.compile compile again for each new value.
+    out = model(**inputs, use_cache=False, num_items_in_batch=torch.tensor(max(num_items, 1), device=device))
+    if num_batches > 1 and getattr(out, "aux_loss", None) is not None:
+        return out.loss - model.config.router_aux_loss_coef * out.aux_loss * (1 - 1 / num_batches)
+    return out.loss
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[Batch], scales: bool) -> float | None:
+    """Return the mean loss per labelled token over `batches`; None without any label. Leaves generators and mode alone."""
+    generators, training = rng_state(), model.training
+    model.eval()
+    total, num_items = 0.0, 0
+    for batch in batches:
+        loss = batch_loss(model, batch, batch["num_labels"], 1, scales)
+        if loss is not None and batch["num_labels"]:
+            total += loss.item() * batch["num_labels"]
+            num_items += batch["num_labels"]
+    model.train(training)
+    set_rng_state(generators)
+    return total / num_items if num_items else None
+
+
+@torch.no_grad()
+def loss_takes_num_items(model: nn.Module) -> bool:
+    """Tell whether the model divides its loss by `num_items_in_batch`, by trying: some accept the keyword and ignore it."""
+    accepts = inspect.signature(unwrapped(model).forward).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD or p.name == "num_items_in_batch" for p in accepts.values()):
+        return False
+    generators, training = rng_state(), model.training
+    model.eval()
+    ids = torch.zeros(1, 4, dtype=torch.long, device=device_of(model))
+    by_one, by_two = (model(input_ids=ids, labels=ids, use_cache=False,
+                            num_items_in_batch=torch.tensor(count, device=ids.device)).loss.item() for count in (1, 2))
+    model.train(training)
+    set_rng_state(generators)
+    return not math.isclose(by_one, by_two, rel_tol=1e-3)
+
+
+@contextlib.contextmanager
+def until_signal() -> Iterator[list[str]]:
+    """Note SIGTERM and SIGINT instead of dying of them; the list yielded then holds the signal's name.
+
+    A second signal ends the step that runs, as KeyboardInterrupt. Outside the main thread, where Python has no handlers,
+    nothing is changed.
+    """
+    seen: list[str] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(signal.Signals(number).name)
+
+    try:
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:
+        before = {}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that the model's inputs go to."""
+    return next(model.parameters()).device
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the Transformers model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

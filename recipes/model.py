@@ -1,0 +1,228 @@
+"""The model and its tokenizer, from `model.*`; the adapter, from `peft.*`.
+
+Owns where weights come from, the check of the context against the model's positions, and LoRA. Knows no strategy. Nothing
+is fetched from a hub unless `model.name` names something there, and no code of a hub runs without
+`model.trust_remote_code`.
+
+    config = load_config(cfg.model, cfg.seq_len)
+    model = build_model(cfg.model, config, device="cuda")     # device="meta": shapes alone
+    tokenizer = build_tokenizer(cfg.model, config)
+    model = add_adapter(model, cfg.peft)                      # before ckpt.apply
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.byt5 import ByT5Tokenizer
+
+from recipes.config import Model, Peft, RopeScaling
+
+PACKAGE = "package:"
+"""Prefix of a `model.name` that is a folder inside an installed Python package."""
+
+
+def load_config(chosen: Model, seq_len: int) -> PreTrainedConfig:
+    """Return the Transformers config: of written-out values for `init=random`, else read from the model's folder or hub.
+
+    Raises ValueError for an unknown architecture, one that is no causal language model, a model that cannot be reached,
+    and a `seq_len` beyond its positions.
+    """
+    if chosen.init == "random" and chosen.config:
+        config = _written_out(dict(chosen.config))
+    else:
+        config = _reach(chosen, lambda name: AutoConfig.from_pretrained(name, **_from_where(chosen)))
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not _brings_own_class(chosen, config):
+        raise ValueError(f"model {_label(chosen)} is a {type(config).__name__}, which is no causal language model. "
+                         "Give one that predicts the next token.")
+    _stretch_positions(_text(config), chosen.rope_scaling, seq_len, _label(chosen))
+    return config
+
+
+def build_model(chosen: Model, config: PreTrainedConfig, device: torch.device | str = "cpu") -> nn.Module:
+    """Make the model on `device`, in training mode: random fp32 weights, or real ones in the dtype they are stored in.
+
+    Random weights depend on torch's generator alone. On the meta device nothing is loaded, whatever `init` says.
+    """
+    device = torch.device(device)
+    if chosen.init == "random" or device.type == "meta":
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
+                                                     trust_remote_code=chosen.trust_remote_code)
+    else:
+        options: dict[str, Any] = {"dtype": "auto"}
+        if chosen.gguf_file:  # without dequantize=True, save_pretrained raises afterwards (transformers 5.24)
+            options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+        model = _reach(chosen, lambda name: AutoModelForCausalLM.from_pretrained(
+            name, config=config, **_from_where(chosen), **options))
+        model = model.to(device)
+    return model.train()
+
+
+def build_tokenizer(chosen: Model, config: PreTrainedConfig) -> Any:
+    """Return the tokenizer: bytes (ByT5's, no file), the model's own, or another by name.
+
+    Raises ValueError when it cannot be reached or has more tokens than the model has embeddings.
+    """
+    if chosen.tokenizer == "byte":
+        tokenizer = ByT5Tokenizer()
+    elif chosen.tokenizer == "auto":
+        tokenizer = _reach(chosen, lambda name: AutoTokenizer.from_pretrained(name, **_from_where(chosen)),
+                           what="tokenizer of ")
+    else:
+        other = Model(name=chosen.tokenizer, trust_remote_code=chosen.trust_remote_code)
+        tokenizer = _reach(other, lambda name: AutoTokenizer.from_pretrained(name, **_from_where(other)),
+                           what="tokenizer ")
+    num_embeddings = _text(config).vocab_size
+    if len(tokenizer) > num_embeddings:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model {num_embeddings} embeddings. Choose a "
+                         "tokenizer that fits (model.tokenizer), or a larger vocab_size in model.config.")
+    return tokenizer
+
+
+def add_adapter(model: nn.Module, peft: Peft) -> nn.Module:
+    """Freeze the model and give it trainable low-rank adapters, for `peft.name=lora`; else return it as it is.
+
+    Raises ValueError when peft is not installed or no module matches `peft.targets`.
+    """
+    if peft.name == "none":
+        return model
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError("peft.name=lora needs the package peft: pip install 'activation-checkpointing[lora]'.")
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(r=peft.rank, lora_alpha=peft.alpha, lora_dropout=peft.dropout, target_modules=peft.targets,
+                         task_type="CAUSAL_LM")
+    try:
+        return get_peft_model(model, adapter).train()
+    except ValueError as error:
+        raise ValueError(f"peft.targets={peft.targets!r} does not fit this model: {_first_line(error)}") from error
+
+
+def export(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """Write what plain Transformers (or, of an adapter, peft) loads with `from_pretrained(folder)`."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def describe(model: nn.Module, chosen: Model) -> str:
+    """Say in one line what is trained."""
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = "random weights" if chosen.init == "random" else "pretrained"
+    partly = "" if trained == total else f", {trained / 1e6:,.2f} M of them trained"
+    return f"model {_label(chosen)}: {type(model).__name__}, {total / 1e6:,.2f} M parameters, {weights}{partly}"
+
+
+def _written_out(values: dict[str, Any]) -> PreTrainedConfig:
+    model_type = values.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING.keys(), n=1)
+        raise ValueError(f"model.config.model_type={model_type!r} is no architecture of the installed Transformers. "
+                         f"Did you mean {near[0]!r}?" if near else
+                         f"model.config.model_type={model_type!r} is no architecture of the installed Transformers.")
+    try:
+        return CONFIG_MAPPING[model_type](**values)
+    except Exception as error:  # each config class, and huggingface_hub's validation, has its own kinds
+        raise ValueError(f"model.config is no valid {model_type} config: {_first_line(error)}") from error
+
+
+def _from_where(chosen: Model) -> dict[str, Any]:
+    """Return what selects files of a model, as all `from_pretrained` take it."""
+    # trust_remote_code is given even when false: left out, Transformers asks at the terminal.
+    where = {"revision": chosen.revision, "gguf_file": chosen.gguf_file, "trust_remote_code": chosen.trust_remote_code}
+    return {name: value for name, value in where.items() if value is not None}
+
+
+def _reach(chosen: Model, load: Any, what: str = "model ") -> Any:
+    """Call `load(name)`; turn every way in which a model can be out of reach into one line that says what to do."""
+    name = chosen.name
+    if name.startswith(PACKAGE):
+        name = _package_folder(name)
+    elif name.startswith(("/", "./", "../", "~")):
+        name = str(Path(name).expanduser())
+        if not Path(name).is_dir():
+            raise ValueError(f"model.name={chosen.name} is no folder. Give one that save_pretrained wrote, or a hub ID.")
+    is_folder = Path(name).is_dir()
+    try:
+        return load(name)
+    except ImportError as error:
+        raise ValueError(f"{what}{chosen.name} needs a package that is not installed: {_first_line(error)}") from error
+    except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"{what}{chosen.name} brings Python code of its own, which is not run unasked. Read it; then "
+                             "allow it with model.trust_remote_code=true.") from error
+        if is_folder:
+            fix = "The folder must hold what save_pretrained writes (config.json, model.safetensors, tokenizer files)."
+        else:
+            fix = ("Fetch it where there is a network (hf download, after hf auth login if it is gated), give a folder as "
+                   "model.name, or train its shape alone: model.init=random with model.config and model.tokenizer=byte.")
+        raise ValueError(f"{what}{chosen.name} cannot be loaded: {_first_line(error)} {fix}") from error
+
+
+def _package_folder(name: str) -> str:
+    package, _, inside = name.removeprefix(PACKAGE).partition("/")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"model.name={name} needs the Python package {package}, which is not installed. See the header of "
+                         "the model's file under conf/model/.")
+    return str(Path(spec.submodule_search_locations[0]) / inside)
+
+
+def _brings_own_class(chosen: Model, config: PreTrainedConfig) -> bool:
+    return chosen.trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+
+
+def _stretch_positions(config: PreTrainedConfig, scaling: RopeScaling, seq_len: int, label: str) -> None:
+    """Check `seq_len` against the model's positions; with `rope_scaling`, write it into the config first.
+
+    YaRN: Peng et al. 2023, arXiv:2309.00071. Linear: Chen et al. 2023, arXiv:2306.15595.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if scaling.type != "none":
+        positions = _scale_rope(config, scaling, positions, label)
+    if positions is not None and seq_len > positions:
+        needed = -(-seq_len // (positions / (scaling.factor if scaling.type != "none" else 1)))
+        raise ValueError(f"seq_len={seq_len} is beyond the {positions} positions of model {label}. Lower seq_len, or "
+                         f"stretch them: model.rope_scaling.type=yarn model.rope_scaling.factor={needed:.0f}")
+
+
+def _scale_rope(config: PreTrainedConfig, scaling: RopeScaling, positions: int | None, label: str) -> int:
+    rope = getattr(config, "rope_parameters", None)
+    if not rope or positions is None:
+        raise ValueError(f"model.rope_scaling.type={scaling.type} needs rotary positions, which model {label} does not "
+                         "have. Lower seq_len and leave rope_scaling out.")
+    # Families with windows keep one rotary base a kind of layer; only the layers that see everything are stretched.
+    layers = rope["full_attention"] if "full_attention" in rope else rope
+    if layers.get("rope_type", "default") != "default":
+        raise ValueError(f"model {label} stretches its positions already ({layers['rope_type']}). Leave "
+                         "model.rope_scaling out, and keep seq_len within its "
+                         f"{positions} positions.")
+    layers |= {"rope_type": scaling.type, "factor": scaling.factor}
+    if scaling.type == "yarn":
+        layers["original_max_position_embeddings"] = positions
+    config.max_position_embeddings = int(positions * scaling.factor)
+    return config.max_position_embeddings
+
+
+def _text(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of the language model inside a composite one."""
+    return config.get_text_config(decoder=True)
+
+
+def _label(chosen: Model) -> str:
+    return chosen.name.removeprefix(PACKAGE)
+
+
+def _first_line(error: BaseException) -> str:
+    """Keep an upstream message to its first sentence or line; some run on with hundreds of names."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+    return text if len(text) <= 200 else text[:197] + "..."

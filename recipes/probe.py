@@ -1,0 +1,93 @@
+"""The probe: one real training step under the ledger and the FLOP counter, after warm-up (`measure_every` for more).
+
+Owns when a step is measured and what is written of it: residents and peak in summary.json, memory.png, plan.json. The step
+is part of training like any other, only slower, so the meter leaves its time out.
+
+    probe = Probe(cfg, handle, model, optimizer, run, meter)
+    with probe.measure(step, batches): ...                # if probe.due(step)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ckpt.flops import FlopCounter
+from ckpt.flops_attention import attention_layout
+from ckpt.ledger import measure
+from recipes.config import Config
+from recipes.meter import Meter, StepFlops, num_pairs
+from recipes.picture import draw_memory
+from recipes.rundir import RunDir
+
+WARMUP_STEPS = 2
+"""Steps before the first probe: optimizer state is made in the first, and CUDA's caches settle."""
+
+
+class Probe:
+    """Measures the steps that are due and records what it saw."""
+
+    def __init__(self, cfg: Config, handle: Any, model: nn.Module, optimizer: Any, run: RunDir, meter: Meter,
+                 start: int = 0):
+        self.handle, self.model, self.optimizer = handle, model, optimizer
+        self.run, self.meter = run, meter
+        self.first = min(start + WARMUP_STEPS + 1, cfg.steps)
+        self.every = cfg.measure_every
+        if cfg.compile and meter.device.type == "cpu":
+            self.first = 0
+            run.console.say("memory is not measured: compiled code on a CPU allocates where no ledger can see it")
+
+    def due(self, step: int) -> bool:
+        """Tell whether `step` is to be measured."""
+        return step == self.first or bool(self.first and self.every and step > self.first and step % self.every == 0)
+
+    @contextlib.contextmanager
+    def measure(self, step: int, batches: list[dict[str, Any]]) -> Iterator[None]:
+        """Measure what runs inside; write it when the block ends without an error."""
+        before = self.handle.audit()
+        with measure(self.model, self.optimizer, inputs=batches) as ledger, FlopCounter() as counter:
+            yield
+        after = self.handle.audit()
+        recomputed = after.flops_run_again - before.flops_run_again
+        self.meter.flops = step_flops(counter, recomputed, batches)
+        self.meter.peak_bytes = {"peak_allocated_bytes": ledger.peak_bytes,
+                                 "peak_reserved_bytes": ledger.peak_reserved_bytes}
+        run = self.run
+        run.update(peak_bytes=ledger.peak_bytes, residents=ledger.residents, step_flops=counter.total,
+                   recompute_flops=recomputed, probe_step=step,
+                   ops={"kept": sum(layer.ops_kept for layer in after.layers),
+                        "run again": sum(layer.ops_run_again for layer in after.layers)
+                        - sum(layer.ops_run_again for layer in before.layers)})
+        if run.writes:
+            self.handle.plan().save(run.path / "plan.json")
+            draw_memory(ledger, run.path / "memory.png", predicted_peak_bytes=run.summary["predicted_peak_bytes"])
+            run.tracker.picture("memory", run.path / "memory.png")
+
+
+def step_flops(counter: FlopCounter, recomputed: int, batches: list[dict[str, Any]]) -> StepFlops:
+    """Split what a step ran into matmuls and fused attention, and into model and hardware FLOPs.
+
+    A fused attention backward makes the scores again: one of its five matmuls, which is no model FLOP (value heads as
+    wide as key heads; `ckpt/flops_attention.py`). Of the replayed FLOPs, `recomputed`, attention's part is what its
+    forward ran beyond half of what its backward needed: two matmuls against four.
+    """
+    forward = sum(flops for op, flops in counter.by_op.items() if _is_attention(op) and not _is_backward(op))
+    backward = sum(flops for op, flops in counter.by_op.items() if _is_attention(op) and _is_backward(op))
+    needed = backward * 4 // 5
+    replayed_attention = min(max(forward - needed // 2, 0), recomputed)
+    matmul = counter.total - forward - backward
+    return StepFlops(
+        hardware_matmul=matmul, hardware_attention=forward + backward,
+        model_matmul=matmul - (recomputed - replayed_attention), model_attention=forward - replayed_attention + needed,
+        positions=sum(batch["input_ids"].numel() for batch in batches), pairs=sum(map(num_pairs, batches)))
+
+
+def _is_attention(op: str) -> bool:
+    return attention_layout(op.replace(".", "::", 1)) is not None
+
+
+def _is_backward(op: str) -> bool:
+    return "backward" in op or "bwd" in op
