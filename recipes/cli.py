@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.config import Config, from_dict, to_dict
-from recipes.rundir import RunStopped, one_line
+from recipes.errors import RunStopped, is_disk_full, is_mistake, one_line
 from recipes.schema import docs
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -132,17 +132,16 @@ def describe(error: BaseException) -> str:
         return "interrupted"
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return _describe_hydra(error)
-    text = one_line(error)
-    if isinstance(error, (ValueError, RunStopped)):
-        return text
-    return f"{text} (CKPT_TRACEBACK=1 or debug=true shows where)"
+    clear = is_mistake(error) or is_disk_full(error) or isinstance(error, RunStopped)
+    return one_line(error) + ("" if clear else " (CKPT_TRACEBACK=1 or debug=true shows where)")
 
 
 def exit_code(error: BaseException) -> int:
     """Choose the exit code of an error."""
     if isinstance(error, KeyboardInterrupt) or (isinstance(error, RunStopped) and error.status == "interrupted"):
         return INTERRUPTED
-    return USAGE_ERROR if isinstance(error, (ValueError, HydraException, OmegaConfBaseException)) else RUN_FAILED
+    mistake = is_mistake(error) or isinstance(error, (HydraException, OmegaConfBaseException))
+    return USAGE_ERROR if mistake else RUN_FAILED
 
 
 def help_text(docstring: str) -> str:

@@ -97,7 +97,8 @@ def end_rows(summary: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
     """List the rows of the last table as (name, value); what was not measured has no row."""
     rows = [("status", summary["status"] + (f": {summary['error']}" if summary.get("error") else ""))]
     if summary.get("final_loss") is not None:
-        rows.append(("loss", f"{summary['first_loss']:.3f} -> {summary['final_loss']:.3f}"))
+        first = summary.get("first_loss")
+        rows.append(("loss", (f"{first:.3f} -> " if first is not None else "") + f"{summary['final_loss']:.3f}"))
     if summary.get("eval_loss") is not None:
         rows.append(("held-out loss", f"{summary['eval_loss']:.3f}"))
     if summary.get("tokens_per_second") is not None:

@@ -41,15 +41,18 @@ PACKAGES = (
 
 _HIDDEN = "***"
 _SECRET_NAME = re.compile(
-    r"(?i)(^|[_.-])(api_?key|secret(_?key)?|access_?key|password|passwd|credentials?"
-    r"|(hf_|auth_|access_|api_|hub_|bearer_)?token)$"
+    r"(?i)(^|[_.-])(api_?key|secret(_?key)?|access_?key|private_?key|password|passwd|credentials?|token)$"
+)
+# A tokenizer's special tokens are no secrets.
+_SPECIAL_TOKEN = re.compile(
+    r"(?i)(bos|eos|pad|unk|sep|cls|mask|start|end|stop|image|video|audio|bo[iav]|eo[iav])_token$"
 )
 # Hugging Face, W&B (old 40 hex digits, new wandb_v1_), OpenAI-like, GitHub; and a password inside a URL.
 _SECRET_TEXT = re.compile(
     r"hf_[A-Za-z0-9]{16,}|wandb_v\d_[A-Za-z0-9_]{16,}|(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
     r"|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
-_ASSIGNED = re.compile(r"(?i)([\w.-]*(?:api_?key|secret|password|passwd|(?<!_)token))=(\S+)")
+_ASSIGNED = re.compile(r"([\w.-]+)=([^\s,&]+)")
 
 
 def collect(argv: Sequence[str]) -> dict[str, Any]:
@@ -93,9 +96,7 @@ def scrub(value: Any) -> Any:
 def _scrub(value: Any, known: Sequence[str]) -> Any:
     if isinstance(value, Mapping):
         return {
-            str(name): _HIDDEN
-            if isinstance(inner, str) and inner and _SECRET_NAME.search(str(name))
-            else _scrub(inner, known)
+            str(name): _HIDDEN if isinstance(inner, str) and inner and _is_secret(str(name)) else _scrub(inner, known)
             for name, inner in value.items()
         }
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -106,12 +107,20 @@ def _scrub(value: Any, known: Sequence[str]) -> Any:
         text = str(value)
         for secret in known:
             text = text.replace(secret, _HIDDEN)
-        return _ASSIGNED.sub(rf"\1={_HIDDEN}", _SECRET_TEXT.sub(_HIDDEN, text))
+        return _ASSIGNED.sub(_hide_assigned, _SECRET_TEXT.sub(_HIDDEN, text))
     return value
 
 
+def _is_secret(name: str) -> bool:
+    return bool(_SECRET_NAME.search(name)) and not _SPECIAL_TOKEN.search(name)
+
+
+def _hide_assigned(found: re.Match) -> str:
+    return f"{found[1]}={_HIDDEN}" if _is_secret(found[1]) else found[0]
+
+
 def _secrets_of_environment() -> list[str]:
-    found = (value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= 8)
+    found = (value for name, value in os.environ.items() if _is_secret(name) and len(value) >= 8)
     return sorted(found, key=len, reverse=True)
 
 

@@ -12,7 +12,6 @@ written beside and renamed, so that a reader never sees half of one; metrics.jso
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -28,10 +27,11 @@ import yaml
 
 from recipes.config import Config, to_dict
 from recipes.console import Console
+from recipes.errors import STATUSES, is_disk_full, is_mistake, one_line, status_of
+from recipes.errors import RunStopped as RunStopped
 from recipes.manifest import SCHEMA_VERSION, collect, scrub
 from recipes.tracking import NoTracker, Tracker, open_tracker
 
-STATUSES = ("running", "ok", "oom", "predicted_oom", "killed", "timeout", "interrupted", "nan", "failed")
 SUMMARY_FIELDS = (
     "error",
     "peak_bytes",
@@ -43,16 +43,6 @@ SUMMARY_FIELDS = (
     "recompute_flops",
     "step_flops",
 )
-
-
-class RunStopped(Exception):
-    """Ends a run with a status of its own; the message says why and what to do."""
-
-    def __init__(self, status: str, message: str):
-        super().__init__(message)
-        if status not in STATUSES:
-            raise ValueError(f"status={status!r} is not one of {', '.join(STATUSES)}.")
-        self.status = status
 
 
 class RunDir:
@@ -102,22 +92,25 @@ class RunDir:
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
             write_atomically(path, "".join(line + "\n" for line in kept))
 
-    def save_json(self, name: str, value: Any) -> None:
+    def save_json(self, name: str, value: Any, durable: bool = True) -> None:
         """Write one JSON file of the run, whole or not at all."""
         if self.writes:
-            write_atomically(self.path / name, json.dumps(value, indent=2) + "\n")
+            write_atomically(self.path / name, json.dumps(value, indent=2) + "\n", durable)
 
     def update(self, **fields: Any) -> None:
         """Change fields of summary.json while the run goes on."""
-        self.summary |= scrub(fields)
-        self.save_json("summary.json", self.summary)
+        self._summarise(fields, durable=False)
 
     def finish(self, status: str = "ok", **fields: Any) -> None:
         """Record how the run ended, and close the tracker."""
         if status not in STATUSES:
             raise ValueError(f"status={status!r} is not one of {', '.join(STATUSES)}.")
-        self.update(status=status, ended_at=_now(), **fields)
+        self._summarise({"status": status, "ended_at": _now(), **fields}, durable=True)
         self.tracker.finish(self.summary)
+
+    def _summarise(self, fields: Mapping[str, Any], durable: bool) -> None:
+        self.summary |= scrub(fields)
+        self.save_json("summary.json", self.summary, durable)
 
     def fail(self, error: BaseException) -> None:
         """Record an exception: its status and, in one line, what it said."""
@@ -128,7 +121,7 @@ class RunDir:
 def open_run(cfg: Config) -> Iterator[RunDir]:
     """Make the run's directory (or, with resume, open it), and record how the block ends.
 
-    A mistake of the user found before the first logged step (a ValueError) leaves nothing behind. Raises ValueError
+    A mistake of the user or a full disk found before the first logged step leaves nothing behind. Raises ValueError
     for a name that exists without resume, one that does not with it, and a directory that cannot be written.
     """
     run = _enter(cfg)
@@ -140,7 +133,7 @@ def open_run(cfg: Config) -> Iterator[RunDir]:
             run.finish("ok")
     except BaseException as error:
         if run.status == "running":
-            if isinstance(error, ValueError) and not run.logged and not cfg.resume:
+            if (is_mistake(error) or is_disk_full(error)) and not run.logged and not cfg.resume:
                 run.tracker.finish({"status": "failed"})
                 _remove(run)
             else:
@@ -156,37 +149,18 @@ def default_name(cfg: Config) -> str:
     return f"{cfg.strategy.name}-{model}-{cfg.seq_len}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def status_of(error: BaseException) -> str:
-    """Name the status that an exception means."""
-    if isinstance(error, RunStopped):
-        return error.status
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return "oom" if is_out_of_memory(error) else "failed"
+def write_atomically(path: Path, text: str, durable: bool = True) -> None:
+    """Write `text` to `path` so that a reader finds the old file or the new one, and no other file is left.
 
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether device or host memory ran out. torch's CPU allocator raises a RuntimeError (c10 alloc_cpu.cpp)."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def one_line(error: BaseException) -> str:
-    """Say what an exception said, in one line and without secrets."""
-    text = " ".join(str(error).split())
-    plain = isinstance(error, (ValueError, RunStopped))
-    return scrub(text if plain and text else f"{type(error).__name__}: {text}".rstrip(": "))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader finds the old file or the new one, and no other file is left."""
+    durable: wait until the disk has it; without, a power cut (no crash, no kill) may cost the last version.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
@@ -238,7 +212,7 @@ def _write_first_files(run: RunDir, cfg: Config) -> None:
         run.summary["first_loss"] = read_json(run.path / "summary.json").get("first_loss")
     config = scrub(to_dict(cfg) | {"name": run.name})
     write_atomically(run.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-    run.manifest = collect(sys.argv) | {"seed": cfg.seed, "num_resumes": earlier.get("num_resumes", -1) + 1}
+    run.manifest = collect(sys.orig_argv[1:]) | {"seed": cfg.seed, "num_resumes": earlier.get("num_resumes", -1) + 1}
     run.save_json("manifest.json", run.manifest)
     run.save_json("summary.json", run.summary)
     run.tracker = open_tracker(cfg, run.path, config, earlier.get("tracker", {}).get("id"))
@@ -271,8 +245,3 @@ def _step_of(line: str) -> float:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Tell whether a write failed for want of space."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

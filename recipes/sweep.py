@@ -18,8 +18,9 @@ from typing import Any
 
 from recipes.config import Config
 from recipes.console import sweep_table
+from recipes.errors import RunStopped
 from recipes.manifest import SCHEMA_VERSION, scrub
-from recipes.rundir import RunStopped, read_json, write_atomically
+from recipes.rundir import read_json, write_atomically
 
 GRACE_SECONDS = 60
 
