@@ -1,6 +1,6 @@
 """Text in, batches out: documents, tokens, packed rows, and a position that resumes exactly.
 
-    data = build_data("stdlib", tokenizer=byte_tokenizer(), seq_len=1024, batch_size=2, packing="isolate", seed=0)
+    data = build_data("stdlib", tokenizer=ByT5Tokenizer(), seq_len=1024, batch_size=2, packing="isolate", seed=0)
     batch = next(data.train)                       # never ends: epochs wrap, each in its own order
     loss = model(**model_inputs(batch, device), use_cache=False).loss
     for batch in data.eval(num_batches=8): ...     # the same batches at every call
