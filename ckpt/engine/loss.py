@@ -8,9 +8,9 @@ function, each with the way back. Must not know how a chunk is computed (`loss_c
     attached.report()                                # {"head": "lm_head", "mode": "chunked", ...}
     attached.undo()
 
-A call with labels gets lazy logits from its head (`lazy_logits`); the model's own code scales, caps, shifts and flattens
-them, and the cross entropy at its end runs in chunks. Whatever else is done to them makes the real logits: the same
-values, at full memory, and `report()` says so. A call without labels is left alone.
+A call with labels gets lazy logits from its head (`lazy_logits`); the model's own code scales, caps, shifts and
+flattens them, and the cross entropy at its end runs in chunks. Whatever else is done to them makes the real logits: the
+same values, at full memory, and `report()` says so. A call without labels is left alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
-from ckpt.engine.lazy_logits import Stats, lazy
+from ckpt.engine.lazy_logits import lazy
+from ckpt.engine.lazy_state import Stats
 from ckpt.engine.loss_heads import HeadCall
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ _CHUNKED, _FULL, _NOT_RUN = "chunked", "full logits", "not run"
 
 @dataclasses.dataclass
 class Switch:
-    """What the patches of one model share: whether they act, whether a call with labels is under way, what came of it."""
+    """What the patches of one model share: whether they act, whether a call with labels runs, what came of it."""
 
     chunk_tokens: int | None
     active: bool = True
@@ -100,7 +101,7 @@ def attach_chunked_loss(model: nn.Module, *, chunk_tokens: int | None = None) ->
         ValueError: `chunk_tokens` is no positive int, or the model already has a chunked loss.
     """
     if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
-        raise ValueError(f"chunk_tokens={chunk_tokens!r} is not allowed: give an int of at least 1, or None to choose by shape.")
+        raise ValueError(f"chunk_tokens={chunk_tokens!r} is not allowed: give an int >= 1, or None to choose by shape.")
     switch = Switch(chunk_tokens, stats=Stats(chunk_tokens))
     owner, head, reason = find_head(model)
     if reason:
@@ -143,8 +144,8 @@ class _Patch:
         if vars(self._module).get(self._name) is not self._value:
             # Our object stays beneath the other one and passes calls on: Switch.active is off from now on.
             logger.warning(
-                "loss='chunked': %s.%s was replaced by other code after us and is left as it is; undo that first to get the "
-                "original back.",
+                "loss='chunked': %s.%s was replaced by other code after us and is left as it is; undo that first to get"
+                " the original back.",
                 type(self._module).__name__,
                 self._name,
             )
@@ -155,7 +156,7 @@ class _Patch:
 
 
 class _InstanceForward:
-    """A `forward` for one module instance: no reference cycle, and a deep copy or a pickle belongs to the copied module."""
+    """A `forward` for one module instance, without a reference cycle. A deep copy's or a pickle's is the copy's own."""
 
     def __init__(self, module: nn.Module, original: Callable | None, switch: Switch) -> None:
         self._module = weakref.ref(module)

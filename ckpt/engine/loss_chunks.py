@@ -26,11 +26,11 @@ from ckpt.engine.loss_heads import HeadCall, Operation, accumulation_dtype
 # 512 tokens are enough for full GEMM speed (one Xeon core, V=32,000, D=256 and 1024: 256 to 1024 tokens within 5%).
 MIN_AUTO_TOKENS = 512
 
-# The fp32 softmax runs over so many bytes at a time: what a CPU core's cache holds; on an accelerator enough to fill it.
+# The fp32 softmax runs over so many bytes at a time: what a CPU core's cache holds; enough to fill an accelerator.
 _SOFTMAX_BYTES_CPU = 2 * 2**20
 _SOFTMAX_BYTES_ACCELERATOR = 128 * 2**20
 
-# Positions without a label are left out when they are more than one in so many; else gathering costs more than it saves.
+# Positions without a label are left out when they are more than one in so many; below, gathering costs what it saves.
 _GATHER_FROM = 16
 
 
@@ -46,8 +46,8 @@ class Reduction:
 def auto_chunk_tokens(num_tokens: int, hidden_size: int, vocab_size: int) -> int:
     """Return a chunk whose fp32 logits take no more bytes than one bf16 hidden state of all tokens, but 512 at least.
 
-    Longer chunks touch the head's weight gradient less often, which matters where GEMMs are fast; shapes alone decide, so
-    that a prediction on another device chunks alike.
+    Longer chunks touch the head's weight gradient less often, which matters where GEMMs are fast. Shapes alone decide,
+    so that a prediction on another device chunks alike.
     """
     fair = num_tokens * hidden_size // (2 * vocab_size)
     return max(MIN_AUTO_TOKENS, 1 << (fair.bit_length() - 1) if fair else 0)

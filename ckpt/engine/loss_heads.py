@@ -33,7 +33,7 @@ _VOCAB_BLOCK = 8192
 
 @dataclasses.dataclass(frozen=True)
 class Widen:
-    """A cast of the logits. A class of its own, because a widening cast costs nothing: the softmax is in fp32 anyway."""
+    """A cast of the logits. A class of its own, because the usual one, to fp32, costs nothing: the softmax does it."""
 
     dtype: torch.dtype
 
@@ -104,9 +104,9 @@ class HeadCall:
         sharded = [parameter for parameter in self.head.parameters() if isinstance(parameter, DTensor)]
         if sharded and not isinstance(self.head, FSDPModule):
             raise RuntimeError(
-                "The logits of a model with loss='chunked' are computed when they are read, and FSDP has freed the head's "
-                "weights since the forward. Read outputs.logits before backward, call the model without labels, or use "
-                "loss='full'."
+                "The logits of a model with loss='chunked' are computed when they are read, and FSDP has freed the "
+                "head's weights since the forward. Read outputs.logits before backward, call the model without labels, "
+                "or use loss='full'."
             )
         for parameter in sharded:
             self.watch(parameter)
@@ -134,7 +134,7 @@ class HeadCall:
         return logits
 
     def row_independence_error(self, hidden: Tensor) -> str | None:
-        """Say why a chunk of rows cannot stand for itself, or None. Tries four rows; a plain linear layer needs no trial."""
+        """Say why rows cannot be computed apart from others, or None. Tries four rows; a plain linear layer needs none."""
         if self.linear() is not None or isinstance(hidden, FakeTensor):
             return None
         rows = hidden.detach().reshape(-1, hidden.shape[-1])[:4]
