@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from math import prod
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ckpt.flops_attention import CAUSAL_CONVENTION, attention_layout, flex_attention_flops, fused_attention_flops
-from ckpt.live import flat_tensors
+from ckpt.tensors import flat_tensors, no_shape_propagation
 
 __all__ = ["CAUSAL_CONVENTION", "FlopCounter", "op_bytes_moved", "op_flops"]
 
@@ -54,6 +55,15 @@ class FlopCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.by_op: Counter[str] = Counter()
+        self._stack = ExitStack()
+
+    def __enter__(self):
+        self._stack.enter_context(no_shape_propagation())
+        return super().__enter__()
+
+    def __exit__(self, *exc):
+        super().__exit__(*exc)
+        self._stack.close()
 
     @property
     def total(self) -> int:

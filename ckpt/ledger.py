@@ -23,9 +23,7 @@ is workspace.
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -35,7 +33,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ckpt.live import LiveBytes, tensors_in
+from ckpt.ledger_hooks import compiled_modules, optimizer_tensors, steppers, storage_resizes, wrap_step
+from ckpt.live import LiveBytes
+from ckpt.tensors import no_shape_propagation, tensors_in
 from ckpt.timeline import (
     ACTIVATIONS,
     GRADIENTS,
@@ -56,7 +56,7 @@ def measure(model: nn.Module, optimizer: Any = None, *, inputs: Any = ()) -> Led
     """Measure one step run inside the returned context.
 
     model: the module trained; its device is the one measured (CPU, CUDA, or fake tensors standing for either).
-    optimizer: a torch optimizer, a wrapper around one (anything with `.step`), or a list of them; None if the step has none.
+    optimizer: a torch optimizer, a wrapper around one (anything with `.step`), or a list of them; None for no step.
     inputs: the batch, in any nesting of mappings and sequences. What is given counts from the start, as activations;
     tensors not given count from the first op that uses them.
 
@@ -115,11 +115,12 @@ class Ledger:
                 "measure got a model on the meta device, whose tensors have no bytes. "
                 "Swap its parameters for fake ones (ckpt.predict does) or move it to a real device."
             )
-        if self.device.type == "cpu" and (compiled := next(_compiled_modules(model), None)) is not None:
+        if self.device.type == "cpu" and (compiled := next(compiled_modules(model), None)) is not None:
             raise ValueError(
                 f"measure cannot see what compiled code allocates on a CPU ({compiled} is compiled). "
                 "Measure the model before torch.compile, or on CUDA, whose allocator reports it."
             )
+        steppers(optimizer)  # refuses what is no optimizer, before anything is hooked
         self._has_allocator = self.device.type == "cuda" and not any(isinstance(t, FakeTensor) for t in tensors)
         self.model, self.optimizer, self._inputs = model, optimizer, inputs
         self._mode: _LedgerMode | None = None
@@ -164,7 +165,8 @@ class Ledger:
         with ExitStack() as stack:
             self._hook_model(stack)
             self._hook_optimizer(stack)
-            stack.enter_context(_storage_resizes(mode))
+            stack.enter_context(storage_resizes(mode))
+            stack.enter_context(no_shape_propagation())
             if self._has_allocator:
                 torch.cuda.synchronize(self.device)
                 torch.cuda.reset_peak_memory_stats(self.device)
@@ -188,11 +190,11 @@ class Ledger:
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             mode.claim(tensor, PARAMETERS)
         self._claim_gradients(mode)
-        for tensor in _optimizer_tensors(self.optimizer):
+        for tensor in optimizer_tensors(self.optimizer):
             mode.claim(tensor, OPTIMIZER_STATE)
 
     def _claim_gradients(self, mode: _LedgerMode) -> None:
-        for parameter in (*self.model.parameters(), *_optimizer_tensors(self.optimizer)):
+        for parameter in (*self.model.parameters(), *optimizer_tensors(self.optimizer)):
             # Reading .grad of a non-leaf warns; optimizer state never has one.
             if parameter.is_leaf and parameter.grad is not None:
                 mode.claim(parameter.grad, GRADIENTS)
@@ -227,16 +229,16 @@ class Ledger:
             mode.enter_optimizer()
 
         def after(*_: Any) -> None:
-            for tensor in _optimizer_tensors(self.optimizer):
+            for tensor in optimizer_tensors(self.optimizer):
                 mode.claim(tensor, OPTIMIZER_STATE)
             mode.leave_optimizer()
 
-        for stepper in _steppers(self.optimizer):
+        for stepper in steppers(self.optimizer):
             if "_optimizer_step_pre_hooks" in vars(stepper):
                 stack.callback(stepper.register_step_pre_hook(before).remove)
                 stack.callback(stepper.register_step_post_hook(after).remove)
             else:
-                stack.callback(_wrap_step(stepper, before, after))
+                stack.callback(wrap_step(stepper, before, after))
 
     # -- when it is over ----------------------------------------------------------------------------------------------
 
@@ -271,78 +273,3 @@ def _allocator_peaks(device: torch.device) -> tuple[int, int]:
     """Return CUDA's peak (allocated, reserved) bytes since the reset."""
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-
-
-def _storage_resizes(mode: LiveBytes) -> ExitStack:
-    """Report `storage.resize_` to `mode` (FSDP frees parameters with it): it is no op, so no dispatch mode sees it."""
-    cls = torch.UntypedStorage
-    before = vars(cls).get("resize_")
-    original = cls.resize_
-
-    @functools.wraps(original)
-    def resize_(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        result = original(storage, *args, **kwargs)
-        mode.resized(storage)
-        return result
-
-    cls.resize_ = resize_
-    stack = ExitStack()
-    stack.callback(lambda: delattr(cls, "resize_") if before is None else setattr(cls, "resize_", before))
-    return stack
-
-
-def _compiled_modules(model: nn.Module) -> Iterator[str]:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes a second, and is what compiling does
-    for name, module in model.named_modules():
-        is_compiled = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-        if is_compiled or module._compiled_call_impl is not None:
-            yield name or type(module).__name__
-
-
-def _steppers(optimizer: Any) -> list[Any]:
-    """The objects whose `.step` is an optimizer step: the optimizer given and optimizers it holds (wrappers, lists)."""
-    found: dict[int, Any] = {}
-
-    def visit(obj: Any, is_top: bool) -> None:
-        if isinstance(obj, list | tuple):
-            for item in obj:
-                visit(item, is_top)
-        elif obj is not None and id(obj) not in found and (is_top or isinstance(obj, torch.optim.Optimizer)):
-            if not callable(getattr(obj, "step", None)):
-                raise ValueError(f"measure got an optimizer without step(): {type(obj).__name__}. Give it, or None.")
-            found[id(obj)] = obj
-            for value in list(getattr(obj, "__dict__", {}).values()):
-                visit(value, False)
-
-    visit(optimizer, True)
-    return list(found.values())
-
-
-def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield what optimizers hold: state, parameters of their own (the model's among them), a wrapper's attributes."""
-    for stepper in _steppers(optimizer):
-        for value in list(vars(stepper).values()):
-            yield from tensors_in(value)
-
-
-def _wrap_step(stepper: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Call `before` and `after` around `stepper.step` of one object; returns the undo."""
-    step, own = stepper.step, vars(stepper).get("step")
-
-    @functools.wraps(step)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        before()
-        try:
-            return step(*args, **kwargs)
-        finally:
-            after()
-
-    stepper.step = wrapped
-
-    def undo() -> None:
-        if own is None:
-            del stepper.step
-        else:
-            stepper.step = own
-
-    return undo

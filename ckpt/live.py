@@ -10,16 +10,13 @@ It reads sizes alone, hence works the same on real and on fake tensors.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckpt.tensors import flat_tensors, storages_of
 from ckpt.timeline import ACTIVATIONS, BACKWARD, FORWARD, HOST, OPTIMIZER_STEP, WORKSPACE
 
 # Made between a backward and the next forward, outside the optimizer (the next micro-batch, or clipping's scratch):
@@ -29,56 +26,6 @@ BETWEEN = 6
 aten = torch.ops.aten
 current_graph_task = torch._C._current_graph_task_id
 current_node = torch._C._current_autograd_node
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of nested mappings, sequences, sets and dataclasses (a batch, an op's arguments)."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, list | tuple | set | frozenset):
-        for value in tree:
-            yield from tensors_in(value)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from tensors_in(getattr(tree, field.name))
-
-
-def flat_tensors(values: Any) -> list[torch.Tensor]:
-    """Return the tensors among an op's arguments or results: values, or lists of values. Cheaper than `tensors_in`."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    found = []
-    for value in values if isinstance(values, list | tuple) else ():
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += flat_tensors(value)
-    return found
-
-
-def storages_of(tensor: torch.Tensor) -> Iterable[tuple[torch.UntypedStorage, torch.device]]:
-    """Return each storage that holds the tensor's values, with its device; subclasses (DTensor) give their inner ones.
-
-    A fake tensor's storage is on "meta"; the tensor itself says which device it stands for.
-    """
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter, FakeTensor) and tensor.layout is torch.strided:
-        return ((tensor.untyped_storage(), tensor.device),)
-    return _odd_storages(tensor)
-
-
-def _odd_storages(tensor: torch.Tensor) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:
-    if is_traceable_wrapper_subclass(tensor):
-        for inner in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
-            if isinstance(inner, torch.Tensor):  # a DTensor lists its mesh too
-                yield from storages_of(inner)
-    elif tensor.layout is torch.sparse_coo:
-        yield from storages_of(tensor._indices())
-        yield from storages_of(tensor._values())
-    elif torch._C._has_storage(tensor):
-        yield tensor.untyped_storage(), tensor.device
 
 
 class LiveBytes(TorchDispatchMode):
@@ -265,7 +212,7 @@ class LiveBytes(TorchDispatchMode):
         return new
 
     def _starts_forward(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
-        """Whether an op after backward begins the next forward though nobody announced one (submodules called directly).
+        """Whether an op after backward begins a forward that nobody announced (submodules called directly).
 
         It does if autograd records it and its result is a new storage (`loss.detach()` for a log line is none).
         """

@@ -10,6 +10,7 @@ hands it plain numbers, so that a timeline from a measured step and one from a p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -17,7 +18,7 @@ PHASES = ("forward", "backward", "optimizer")
 FORWARD, BACKWARD, OPTIMIZER_STEP = range(3)
 
 RESIDENTS = ("parameters", "gradients", "optimizer_state", "activations", "workspace")
-# Where two claims meet, the lower number wins: a storage that is a gradient and was made by the optimizer is a gradient.
+# Where two claims meet, the lower number wins: a gradient that the optimizer made (fp32 copies) is a gradient.
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE, ACTIVATIONS, WORKSPACE = range(5)
 HOST = 5  # offloaded: counted apart, never part of the device's peak
 
@@ -66,7 +67,7 @@ class Timeline:
             return self
         edges = np.linspace(1, n - 1, max_points - 1).astype(np.int64)  # max_points - 2 stretches
         total = self.total
-        tops = [int(a + total[a:b].argmax()) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        tops = [int(a + total[a:b].argmax()) for a, b in pairwise(edges)]
         keep = np.unique([0, *tops, n - 1])
         return Timeline(self.event[keep], self.phase[keep], self.bytes[keep])
 

@@ -296,6 +296,18 @@ def test_replay_counts_again():
     assert counted(step, True).total == 4 * matmul
 
 
+def test_sharded_tensors_count_this_ranks_share():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (4,))
+    a = distribute_tensor(torch.randn(8, 3), mesh, [Shard(0)])
+    b = distribute_tensor(torch.randn(3, 5), mesh, [Replicate()])
+    assert counted(torch.mm, a, b).by_op == {"aten.mm": 2 * 2 * 3 * 5}
+
+
 def test_bytes_moved_are_inputs_and_results_once():
     def moved(packet, function):
         func, args, kwargs, out = call_of(packet, function)
