@@ -88,7 +88,7 @@ class Ledger:
     peak_bytes: most bytes alive at once. residents: the five shares of them, in the order of RESIDENTS; they sum to it.
     peak_phase: forward, backward or optimizer. start_bytes, end_bytes: alive when the step began and ended.
     timeline: see Timeline, at most MAX_TIMELINE_POINTS points; full_timeline: every change.
-    host_bytes: most bytes offloaded at once (not in peak_bytes).
+    host_bytes: most bytes offloaded at once (not in peak_bytes); full_host: (N,) offloaded bytes along full_timeline.
     tracked_peak_bytes: the ledger's own peak; equals peak_bytes except on CUDA, where peak_bytes is
     peak_allocated_bytes, the allocator's, and peak_reserved_bytes stands beside it (None elsewhere).
     """
@@ -100,6 +100,7 @@ class Ledger:
     end_bytes: int
     timeline: Timeline
     full_timeline: Timeline
+    full_host: np.ndarray
     host_bytes: int
     tracked_peak_bytes: int
     peak_allocated_bytes: int
@@ -134,6 +135,16 @@ class Ledger:
     def live_bytes(self) -> int:
         """Bytes alive on the device at this moment of the step."""
         return self._open().device_bytes
+
+    @property
+    def position(self) -> int:
+        """Changes logged since the step began: the index in `full_timeline` of the present moment."""
+        return len(self._open().deltas) - self._num_before
+
+    @property
+    def position(self) -> int:
+        """Changes logged since the step began: the index in `full_timeline` of the state at this moment."""
+        return len(self._open().deltas) - self._num_before
 
     def note_host(self, delta: int) -> None:
         """Book bytes that an offload engine holds outside tensors (a pinned pool, a file); negative when given back."""
@@ -252,7 +263,7 @@ class Ledger:
         total, at = self.full_timeline.total, self.full_timeline.peak_index
         self.start_bytes, self.end_bytes, self.tracked_peak_bytes = int(total[0]), int(total[-1]), int(total[at])
         self.peak_phase = PHASES[self.full_timeline.phase[at]]
-        self.host_bytes = int(host.max())
+        self.full_host, self.host_bytes = host, int(host.max())
         tracked = dict(zip(RESIDENTS, map(int, self.full_timeline.bytes[at]), strict=True))
         allocated, self.peak_reserved_bytes = _allocator_peaks(self.device) if self._has_allocator else (None, None)
         self.residents = tracked if allocated is None else split_allocated(tracked, allocated)

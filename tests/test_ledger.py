@@ -553,6 +553,16 @@ def test_a_ledger_measures_one_step_and_reads_only_when_open():
         pass
 
 
+def test_position_is_the_present_moments_place_in_the_timeline():
+    model = Residual()
+    with measure(model) as ledger:
+        assert ledger.position == 0
+        kept = model(torch.randn(8, 32))
+        at, live = ledger.position, ledger.live_bytes
+        kept.sum().backward()
+    assert ledger.full_timeline.total[at] == live
+
+
 def test_what_cannot_be_measured_is_refused():
     with pytest.raises(ValueError, match=r"nn\.Module"):
         measure(lambda x: x)
