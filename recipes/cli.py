@@ -26,6 +26,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from recipes.allocator import keep_freed_memory
 from recipes.config import Config, from_dict, to_dict
 from recipes.errors import RunStopped, is_disk_full, is_mistake, one_line
 from recipes.schema import docs
@@ -43,7 +44,9 @@ def main(task: Callable[[Config], None]) -> None:
     def job(node: DictConfig) -> None:
         # Kept from Hydra, which would print a line of its own before it lets an exception through.
         try:
-            task(to_config(node))
+            cfg = to_config(node)
+            keep_freed_memory()
+            task(cfg)
         except (Exception, KeyboardInterrupt) as error:
             failures.append(error)
 

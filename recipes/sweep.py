@@ -79,24 +79,28 @@ def _run_job(folder: Path, name: str, overrides: Sequence[str], command: Sequenc
     own = [word for word in overrides if word.lstrip("+").partition("=")[0] not in ("name", "runs_dir", "sweep.resume")]
     words = [*command, *own, f"name='{name}'", f"runs_dir='{folder}'"]
     start = time.monotonic()
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, errors="replace")
+    with subprocess.Popen(words, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, errors="replace") as job:
+        code, last, interrupted = _wait(job)
+    row = _row(folder / name, name, overrides, code, last, time.monotonic() - start)
+    return row | {"status": "interrupted"} if interrupted and row["status"] != "ok" else row
+
+
+def _wait(job: subprocess.Popen) -> tuple[int, str, bool]:
+    """Pass a job's stderr on until it ends; return its exit code, its last line, and whether someone interrupted."""
     last = ""
     try:
-        for line in process.stderr:
+        for line in job.stderr:
             sys.stderr.write(line)
             last = line.strip() or last
-        code = process.wait()
+        return job.wait(), last, False
     except KeyboardInterrupt as stop:
         # Ctrl-C reached the job too; a SIGTERM reached this process alone, so it is handed on.
         if getattr(stop, "signum", None) == signal.SIGTERM:
-            process.terminate()
+            job.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_SECONDS)
-        process.kill()
-        code = process.wait()
-        row = _row(folder / name, name, overrides, code, last, time.monotonic() - start)
-        return row | ({} if row["status"] == "ok" else {"status": "interrupted"})
-    return _row(folder / name, name, overrides, code, last, time.monotonic() - start)
+            job.wait(GRACE_SECONDS)
+        job.kill()
+        return job.wait(), last, True
 
 
 def _row(path: Path, name: str, overrides: Sequence[str], code: int, last: str, seconds: float) -> dict[str, Any]:

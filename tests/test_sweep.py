@@ -1,0 +1,114 @@
+"""A sweep: every job in a process of its own is a row, whatever becomes of it, and the rest run (case 19 of sweeps)."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.config import from_dict
+from recipes.errors import RunStopped
+from recipes.sweep import job_names, run
+
+# Stands in for train.py: writes what a run writes, then ends as `fate` says.
+JOB = """
+import json, os, signal, sys
+words = dict(word.lstrip("+").split("=", 1) for word in sys.argv[1:])
+folder = os.path.join(words["runs_dir"].strip("'"), words["name"].strip("'"))
+os.makedirs(folder)
+def summary(status, **fields):
+    with open(os.path.join(folder, "summary.json"), "w") as file:
+        json.dump({"status": status, "peak_bytes": 7, "tokens_per_second": 5.0, "final_loss": 2.0, **fields}, file)
+summary("running")
+fate = words["fate"]
+if fate == "raise":
+    summary("failed", error="RuntimeError: boom")
+    sys.exit(1)
+if fate == "oom":
+    summary("oom", error="CUDA out of memory")
+    sys.exit(1)
+if fate == "exit0":
+    sys.exit(0)
+if fate == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if fate == "mistake":
+    os.remove(os.path.join(folder, "summary.json"))
+    print("error: seq_len=0 is out of range", file=sys.stderr)
+    sys.exit(2)
+summary("ok")
+"""
+
+
+@pytest.fixture
+def command(in_tmp):
+    Path("job.py").write_text(JOB)
+    return [sys.executable, "job.py"]
+
+
+def config(**sweep):
+    return from_dict({"model": {"name": "small"}, "tracker": "none", "sweep": {"name": "fates", **sweep}})
+
+
+def rows():
+    return json.loads(Path("runs/fates/sweep.json").read_text())["jobs"]
+
+
+def jobs(*fates):
+    return [["+strategy=none", f"++fate={fate}"] for fate in fates]
+
+
+def test_every_end_of_a_job_is_a_row_and_the_rest_run(command):
+    fates = ("fine", "raise", "oom", "exit0", "kill", "mistake", "fine2")
+    with pytest.raises(RunStopped, match="5 of 7 jobs did not end ok") as caught:
+        run(config(), jobs(*fates), command)
+    assert caught.value.status == "failed"
+    assert [row["status"] for row in rows()] == ["ok", "failed", "oom", "failed", "killed", "failed", "ok"]
+    assert [row["exit_code"] for row in rows()] == [0, 1, 1, 0, -9, 2, 0]
+    assert rows()[4]["error"] == "ended by SIGKILL" and "code 0 before" in rows()[3]["error"]
+    assert rows()[5]["error"] == "seq_len=0 is out of range"
+    # What was left `running` is told how it ended.
+    assert json.loads(Path("runs/fates/04-fate=kill/summary.json").read_text())["status"] == "killed"
+
+
+def test_a_second_start_runs_only_what_did_not_end_ok(command):
+    with pytest.raises(RunStopped):
+        run(config(), jobs("fine", "kill", "fine2"), command)
+    stamps = {name: os.stat(f"runs/fates/{name}").st_mtime_ns for name in ("00-fate=fine", "02-fate=fine2")}
+    Path("job.py").write_text(JOB.replace('fate == "kill"', "False"))
+    run(config(resume=True), jobs("fine", "kill", "fine2"), command)
+    assert [row["status"] for row in rows()] == ["ok", "ok", "ok"]
+    assert stamps == {name: os.stat(f"runs/fates/{name}").st_mtime_ns for name in stamps}
+    # What the first start left of the job is still there.
+    assert json.loads(Path("runs/fates/.01-fate=kill.try0/summary.json").read_text())["status"] == "killed"
+
+
+def test_an_existing_sweep_is_an_error_without_resume(command):
+    run(config(), jobs("fine"), command)
+    with pytest.raises(ValueError, match=r"sweep\.resume=true"):
+        run(config(), jobs("fine"), command)
+
+
+def test_resume_of_no_sweep_is_an_error(command):
+    with pytest.raises(ValueError, match="holds no sweep"):
+        run(config(resume=True), jobs("fine"), command)
+    assert not Path("runs").exists()
+
+
+def test_job_names_say_what_differs():
+    words = [["+strategy=none", "++seq_len=256", "++steps=3"], ["+strategy=full", "++seq_len=256", "++steps=3"],
+             ["+strategy=full", "++seq_len=512", "++steps=3"]]  # fmt: skip
+    assert job_names(words) == ["00-none-seq_len=256", "01-full-seq_len=256", "02-full-seq_len=512"]
+    assert job_names([["++steps=3"]]) == ["00"]
+
+
+def test_job_names_are_folder_names():
+    names = job_names([["++data.path=/a/b c", "++strategy.keep=mlp.*/mm#*"], ["++data.path=/x", "++strategy.keep=mul"]])
+    for name in names:
+        assert from_dict({"name": name, "model": {"name": "small"}}).name == name
+    assert len(set(names)) == 2
+
+
+def test_secrets_stay_out_of_the_rows(command):
+    run(config(), [["++fate=fine", "++x.api_key=geheim123"]], command)
+    assert "geheim123" not in Path("runs/fates/sweep.json").read_text()
