@@ -1,4 +1,4 @@
-"""The ledger against the operating system: the resident set of a process whose malloc gives freed blocks back at once."""
+"""The ledger against the operating system: resident set of a process whose malloc gives freed blocks back at once."""
 
 import json
 import os
