@@ -1,9 +1,9 @@
 """The arguments of one layer call, held so that the layer can be run again as it was.
 
-Tensors are held as they are; lists and dicts are copied one level deep, because layers write into them (shared key/value
-states): a replay must read what the forward read, and must not write where later layers look. A cache is dropped, since
-writing it twice would change it. An argument that can be made again (the output of the layer before, within a segment)
-is not held but linked.
+Tensors are held as they are; lists and dicts are copied, because layers write into them (shared key/value states): a
+replay must read what the forward read, and must not write where later layers look. A cache is dropped, since writing it
+twice would change it. An argument that can be made again (the output of the layer before, within a segment) is not held
+but linked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Call:
         self._function, self._args, self._kwargs = function, args, kwargs
         self._link = self._slot = None
         tensors = self.tensors()
-        self.device = next((t.device for t in tensors), torch.device("cpu"))
+        devices = {t.device.type: t.device for t in reversed(tensors)}
+        self.device = next((d for kind, d in devices.items() if kind != "cpu"), torch.device("cpu"))
         self._versions = [(t, t._version) for t in tensors]
 
     def tensors(self) -> list[torch.Tensor]:
@@ -74,8 +75,8 @@ class Call:
         for tensor, version in self._versions:
             if tensor._version != version:
                 raise RuntimeError(
-                    f"{name}: an argument of shape {tuple(tensor.shape)} was modified in place after the layer was "
-                    "called, so the layer cannot be replayed. Keep this layer's activations, or make the write out of place."
+                    f"{name}: an argument of shape {tuple(tensor.shape)} was modified in place after the layer was called, "
+                    "so the layer cannot be replayed. Keep this layer's activations, or make the write out of place."
                 )
 
     def _set(self, value) -> None:
@@ -87,9 +88,9 @@ class Call:
 
 def _copied(value):
     if type(value) is dict:
-        return dict(value)
-    if type(value) is list:
-        return list(value)
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
     return value
 
 

@@ -34,6 +34,10 @@ class Surroundings:
         configs = {id(c): c for c in (m.__dict__.get("config") for m in self.modules) if hasattr(c, "to_dict")}
         self.configs = list(configs.values())
 
+    def state(self) -> list[torch.Tensor]:
+        """Return the layer's parameters and buffers, in a fixed order."""
+        return [t for m in self.modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+
     def capture(self, device_type: str) -> Settings:
         devices = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
         return Settings(
@@ -102,6 +106,11 @@ class GeneratorStates:
         if device.type in ("cpu", "meta"):
             return cls(torch.get_rng_state(), "cpu", None)
         return cls(torch.get_rng_state(), device.type, torch.get_device_module(device).get_rng_state(device))
+
+    def equals(self, other: GeneratorStates) -> bool:
+        """Compare without a torch op, which modes around the layer would see."""
+        mine, its = (self.cpu, self.device), (other.cpu, other.device)
+        return all(a is b or a.numpy().tobytes() == b.numpy().tobytes() for a, b in zip(mine, its, strict=True))
 
     def set(self, device: torch.device) -> None:
         torch.set_rng_state(self.cpu)

@@ -8,7 +8,7 @@ only make the replay cheaper; whenever a call turns out to differ from its recor
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,10 +16,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ckpt.engine.actions import Feed, Mismatch, RunOnCopies, Skip, is_placeholder, reads_placeholder
 from ckpt.engine.call import Call
 from ckpt.engine.context import GeneratorStates, Settings, generators
 from ckpt.engine.program import Pack, Program, Stage
-from ckpt.engine.record import IGNORED, Op, Recorder, TensorMeta, is_parameter_cast
+from ckpt.engine.ops import IGNORED, is_parameter_cast, written_arguments
+from ckpt.engine.outside import WriteNothingOutside
+from ckpt.engine.record import Op, Record, Recorder, TensorMeta
 
 if TYPE_CHECKING:
     from ckpt.engine.region import Region
@@ -31,12 +34,8 @@ class NondeterministicLayer(RuntimeError):
     """A replay saved other tensors than the forward did."""
 
 
-class _Mismatch(Exception):
-    """The replay's ops are not those of the record: replay again, plainly."""
-
-
-class _Finished(Exception):
-    """Everything asked for has been made."""
+class _Finished(BaseException):
+    """Everything asked for has been made. No Exception, so that no layer catches it."""
 
 
 class _Late:
@@ -61,6 +60,7 @@ class Frame:
         self.held: dict[int, tuple[torch.Tensor, int]] = {}  # storage -> (tensor, version), what replays are fed with
         self._late: list[_Late] = []
         self._candidates: dict[int, torch.Tensor] = {}  # storage -> output, while recording
+        self._state: list[tuple[torch.Tensor, int, int | None]] = []  # parameter or buffer, version, storage in the record
         self._made: dict[int, torch.Tensor] = {}  # pack number -> replayed tensor, until backward takes it
         self._given: dict[int, weakref.ref] = {}
         self._shapes: list | None = None if program is None else [(s.shape, s.dtype) for s in program.record.saved]
@@ -71,13 +71,30 @@ class Frame:
     def run(self):
         """Run the layer by its program. Return its output."""
         program = self.program
-        if program.record.has_random:
-            self.rng = GeneratorStates.capture(self.call.device)
+        self.rng = GeneratorStates.capture(self.call.device)
         with saved_tensors_hooks(self._pack, self._unpack), self._capturing():
             output = self.call.first()
         if self.program is not None and self.count != len(program.packs):
-            self._distrust()
+            self._distrust("a call saved other tensors than the recorded one")
+        if not program.record.has_random and not self._forget_unused_generators():
+            self._distrust("a call drew random numbers that the recorded one did not")
+        self._watch_state(program.record)
+        # Captured outputs may have been written in place since; that they end as they are now is what the record says.
+        self.held = {storage: (tensor, tensor._version) for storage, (tensor, _) in self.held.items()}
         return output
+
+    def _forget_unused_generators(self) -> bool:
+        """Let go of the generators' states if the layer left them as they were."""
+        if not self.rng.equals(GeneratorStates.capture(self.call.device)):
+            return False
+        self.rng = None
+        return True
+
+    def _watch_state(self, record: Record) -> None:
+        """Note the versions of the layer's parameters and buffers as it left them."""
+        state = self.region.surroundings.state()
+        if len(state) == len(record.state):
+            self._state = [(t, t._version, s) for t, s in zip(state, record.state, strict=True)]
 
     def record(self, decide):
         """Run the layer while recording it. `decide(op) -> bool` says whether to keep an op's outputs.
@@ -106,7 +123,7 @@ class Frame:
 
         with saved_tensors_hooks(pack, self._unpack), recorder:
             output = self.call.first()
-        record = recorder.finish()
+        record = recorder.finish(self.region.surroundings.state())
         record.custom_functions = python_functions(output, inputs)
         return output, record, decisions
 
@@ -125,8 +142,9 @@ class Frame:
         self._late = []
         # Emptied, not replaced: autograd holds the recording hooks, and through them this dict, until backward.
         self._candidates.clear()
+        self._watch_state(program.record)
         if not program.record.has_random:
-            self.rng = None
+            self._forget_unused_generators()
 
     def _pack(self, tensor: torch.Tensor):
         n = self.count
@@ -135,7 +153,7 @@ class Frame:
         if program is None:
             return self._pack_loosely(n, tensor)
         if n >= len(program.packs) or self._shapes[n] != (tensor.shape, tensor.dtype):
-            self._distrust()
+            self._distrust("a call saved other tensors than the recorded one")
             return self._pack_loosely(n, tensor)
         code = program.packs[n]
         if code is DROP:
@@ -150,16 +168,11 @@ class Frame:
         """Without a program: parameters pass, all else is replayed."""
         return (tensor, tensor._version) if isinstance(tensor, torch.nn.Parameter) else n
 
-    def _distrust(self) -> None:
+    def _distrust(self, reason: str) -> None:
         """This call is not the recorded one. What was kept stays valid for its own unpack; nothing is fed any more."""
         self.program = None
         self.held.clear()
-        self.region.becomes_dynamic("a call saved other tensors than the recorded one")
-        if self.rng is None and self.region.may_be_random:
-            raise NondeterministicLayer(
-                f"{self.region.name}: this call takes another path than the recorded one, and draws random numbers that "
-                "were not recorded. Declare the layer dynamic: ckpt.apply(..., dynamic=[...])."
-            )
+        self.region.becomes_dynamic(reason)
 
     def _hold(self, storage: int, tensor: torch.Tensor) -> None:
         self.held.setdefault(storage, (tensor, tensor._version))
@@ -170,6 +183,10 @@ class Frame:
         self._check_version(tensor, version)
         return tensor.as_strided(meta.shape, meta.stride, meta.offset)
 
+    def is_held(self, storage: int, tensor: torch.Tensor) -> bool:
+        """True if `tensor` lies in what is held of the record's storage of that number."""
+        return _same_storage(self.held[storage][0], tensor)
+
     @contextmanager
     def _capturing(self):
         """Hold outputs that autograd does not save: by a hook on the module that returns them, else by a dispatch mode."""
@@ -178,8 +195,9 @@ class Frame:
             yield
         elif all(name is not None for name in captures.values()):
             hooks = [
+                # First of the module's hooks, as the recorder was: later ones may return something else.
                 self.region.layer.get_submodule(name).register_forward_hook(
-                    lambda module, args, output, storage=storage: self._hold(storage, output.detach())
+                    lambda module, args, output, storage=storage: self._hold(storage, output.detach()), prepend=True
                 )
                 for storage, name in captures.items()
             ]
@@ -228,14 +246,13 @@ class Frame:
         self.call.prepare()
         if n in self._made:  # a segment collected it while it made our argument
             return
-        self.call.check_versions(self.region.name)
         program = self.program
         if program is not None:
             stage = program.stages[program.stage_of[n]]
             if all(storage in self.held for storage in stage.fed_storages):
                 try:
                     self.replay(stage)
-                except _Mismatch:
+                except Mismatch:
                     self._made.clear()
                     self.region.becomes_dynamic("a replay ran other ops than the recorded call")
                 else:
@@ -249,8 +266,10 @@ class Frame:
         """Run the layer again and collect saved tensors: of a stage, or (None) all that were dropped.
 
         Return the output if `to_the_end`."""
-        region, made, output = self.region, self._made, None
-        packs = None if self.program is None else self.program.packs
+        region, made, output, program = self.region, self._made, None, self.program
+        packs = None if program is None else program.packs
+        mode = _Replay(self, stage) if stage is not None and stage.needs_mode else self._shield(stage)
+        self._check_unchanged(stage)
         if stage is not None:
             wanted, last = stage.wanted, stage.last
         elif packs is not None:
@@ -264,42 +283,60 @@ class Frame:
             nonlocal count
             count += 1
             if wanted is None or count in wanted:
-                if self._shapes is not None and packs is not None:
-                    if self._shapes[count] != (tensor.shape, tensor.dtype):
-                        raise NondeterministicLayer(self._differs(count, tensor))
+                if packs is not None and self._shapes[count] != (tensor.shape, tensor.dtype):
+                    raise NondeterministicLayer(self._differs(count, tensor))
                 made[count] = tensor.detach()
+            if stage is not None and stage.needs_mode:
+                mode.check_saved(count, tensor)
             if count == last and not to_the_end:
                 raise _Finished
             # The graph of a replay never runs; returning the tensor would tie nodes and outputs into cycles.
             return None
 
-        mode = _Replay(self, stage) if stage is not None and stage.needs_mode else None
         with region.surroundings.restored(self.settings, self.call.device.type), generators(self.rng, self.call.device):
             with saved_tensors_hooks(pack, _never), torch.enable_grad():
                 try:
-                    if mode is None:
+                    with mode:
                         output = self.call.again()
-                    else:
-                        with mode:
-                            output = self.call.again()
                 except _Finished:
                     pass
+        if isinstance(mode, _Replay) and mode.failed:
+            raise Mismatch  # the layer caught it
         if count < last:
             raise NondeterministicLayer(
                 f"{region.name}: the forward saved {last + 1} tensors or more, its replay {count + 1}. "
                 "The layer does not do the same when run again."
             )
-        region.count_replay(stage, mode, self.program)
+        region.count_replay(stage, mode if isinstance(mode, _Replay) else None, program)
         return output
+
+    def _shield(self, stage: Stage | None):
+        """Return what a replay without actions runs under."""
+        if stage is None and (self.program is None or self.program.writes_outside):
+            return WriteNothingOutside()
+        return nullcontext()
+
+    def _check_unchanged(self, stage: Stage | None) -> None:
+        """Raise RuntimeError if what a replay reads was modified in place since the forward: arguments and state."""
+        self.call.check_versions(self.region.name)
+        reads = None if self.program is None else (stage or self.program).outside_reads
+        for tensor, version, storage in self._state:
+            if (reads is None or storage in reads) and tensor._version != version:
+                raise RuntimeError(
+                    f"{self.region.name}: a parameter or buffer of shape {tuple(tensor.shape)} was modified in place between "
+                    "the layer's forward and its backward, so the layer cannot be replayed"
+                )
 
     def output_again(self):
         """Run the layer again for its output alone, collecting nothing."""
         self.call.prepare()
+        self._check_unchanged(None)
         with (
             self.region.surroundings.restored(self.settings, self.call.device.type),
             generators(self.rng, self.call.device),
             saved_tensors_hooks(lambda tensor: None, _never),
             torch.enable_grad(),
+            self._shield(None),
         ):
             output = self.call.again()
         self.region.count_replay(None, None, self.program)
@@ -329,9 +366,11 @@ class _Replay(TorchDispatchMode):
         super().__init__()
         self._frame = frame
         self._actions = stage.actions
+        self._wanted, self._fed = stage.wanted, stage.fed_storages
         self._ops = frame.program.record.ops
         self._index = 0
         self.ops_run = 0
+        self.failed = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -339,13 +378,40 @@ class _Replay(TorchDispatchMode):
             return func(*args, **kwargs)
         index = self._index
         self._index = index + 1
-        if index >= len(self._ops) or self._ops[index].func is not func:
-            raise _Mismatch
+        if self.failed or index >= len(self._ops) or self._ops[index].func is not func:
+            self._fail()
         action = self._actions.get(index)
-        if action is None:
-            self.ops_run += 1
-            return func(*args, **kwargs)
-        return action(self._frame, args, kwargs)
+        if isinstance(action, (Skip, Feed)):
+            return action(self._frame, args, kwargs)
+        if action is not None:
+            self.ops_run += isinstance(action, RunOnCopies)
+            try:
+                return action(self._frame, args, kwargs)
+            except Mismatch:
+                self._fail()
+        # The ops are those of the record, but what they are applied to may not be.
+        if reads_placeholder(args, kwargs) or (self._ops[index].writes and self._writes_what_is_fed(func, args, kwargs)):
+            self._fail()
+        self.ops_run += 1
+        return func(*args, **kwargs)
+
+    def check_saved(self, n: int, tensor: torch.Tensor) -> None:
+        """Refuse a saved tensor that shows that other values flow here than in the record."""
+        frame = self._frame
+        if frame.program.packs[n] is FEED:
+            storage = frame.program.record.saved[n].storage
+            if storage in self._fed and not frame.is_held(storage, tensor):
+                self._fail()
+        elif n in self._wanted and is_placeholder(tensor):
+            self._fail()
+
+    def _writes_what_is_fed(self, func, args, kwargs) -> bool:
+        held = [tensor for tensor, _ in self._frame.held.values()]
+        return any(_same_storage(t, h) for t in written_arguments(func, args, kwargs) for h in held)
+
+    def _fail(self):
+        self.failed = True
+        raise Mismatch
 
 
 class _Capture(TorchDispatchMode):
@@ -376,6 +442,10 @@ class _Capture(TorchDispatchMode):
 
 # Our own functions whose work is done by torch ops alone.
 _TRANSPARENT = {"TiledChain"}
+
+
+def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def python_functions(output, inputs: list[torch.Tensor]) -> tuple[str, ...]:

@@ -9,8 +9,9 @@ Safety rules, each learned from a wrong gradient or a crash (see TERRAIN in the 
   skipped with it;
 - a random op is never fed or skipped while a later random op runs, so the generator advances as in the forward;
 - what decides a shape or reaches Python (`.item()`, `nonzero`) always runs, and so does what it depends on;
-- writes to buffers outside the layer are not repeated;
-- if a Python autograd.Function takes part, kernels may bypass the record: nothing is skipped or fed, only kept.
+- writes to buffers outside the layer are not repeated, and no op may read there what the layer then overwrites;
+- if a Python autograd.Function or a kernel of its own takes part, values bypass the record: nothing is skipped or fed,
+  only kept.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-import torch
-
-from ckpt.engine.record import ARG, CAST, EXTERNAL, Op, Record, TensorMeta
+from ckpt.engine.actions import Feed, RunOnCopies, Skip, SkipWrite
+from ckpt.engine.ops import Unreplayable
+from ckpt.engine.outside import is_outside, needed_ops, outside_reads, overwritten_after_read, writes_outside
+from ckpt.engine.record import ARG, CAST, EXTERNAL, Op, Record
 
 
 class Pack(IntEnum):
@@ -34,66 +36,24 @@ class Pack(IntEnum):
     FEED = 3  # kept, and the replay needs it too
 
 
-class Skip:
-    """Return placeholders instead of running the op."""
-
-    def __init__(self, op: Op):
-        self._outputs = [None if o is None else _placeholder(o) for o in op.outputs]
-        self._single = op.single_output
-        self._container = list if _returns_list(op) else tuple
-
-    def __call__(self, frame, args, kwargs):
-        if self._single:
-            return self._outputs[0].detach()
-        return self._container(None if t is None else t.detach() for t in self._outputs)
-
-
-class SkipWrite:
-    """Return the tensor that would have been written, as it is."""
-
-    def __init__(self, op: Op):
-        self._op = op
-
-    def __call__(self, frame, args, kwargs):
-        if not self._op.outputs:
-            return None
-        if self._op.single_output:
-            return kwargs["out"] if "out" in kwargs else args[0]
-        raise NotImplementedError(f"cannot skip {self._op.func}, which writes in place and returns several tensors")
-
-
-class Feed:
-    """Return the kept tensors as the op's outputs."""
-
-    def __init__(self, op: Op, storages: set[int]):
-        self._metas = op.outputs
-        self._single = op.single_output
-        self._fed = storages
-        self._placeholders = [None if o is None or o.storage in storages else _placeholder(o) for o in op.outputs]
-
-    def __call__(self, frame, args, kwargs):
-        outputs = [
-            p.detach() if p is not None else None if m is None else frame.held_as(m)
-            for m, p in zip(self._metas, self._placeholders, strict=True)
-        ]
-        return outputs[0] if self._single else tuple(outputs)
-
-
 @dataclass
 class Stage:
     """A set of saved tensors that is replayed together."""
 
     wanted: frozenset[int]  # pack numbers
     last: int  # the replay ends at this pack
-    actions: dict[int, Callable] = field(default_factory=dict)  # op index -> Skip, SkipWrite or Feed; others run
+    actions: dict[int, Callable] = field(default_factory=dict)  # by op index, see `actions`; others run
     needs_mode: bool = False
-    ops_run: int = 0
+    runs: tuple[int, ...] = ()  # indices of the ops that run, views apart
     flops: int = 0
     fed_storages: frozenset[int] = frozenset()
+    outside_reads: frozenset[int] = frozenset()  # storages beside the arguments that the ops run here read
 
 
 @dataclass
 class Program:
+    """What is done with each saved tensor of a layer call, and how the dropped ones are made again."""
+
     record: Record
     packs: list[Pack]
     stages: list[Stage]
@@ -102,10 +62,16 @@ class Program:
     kept_bytes: int
     kept_ops: frozenset[int]
     demoted: dict[int, str]  # op index -> why a keep decision could not be used
+    outside_reads: frozenset[int]  # the same of a plain replay
+    writes_outside: bool
 
     @property
     def is_data_dependent(self) -> bool:
         return self.record.is_data_dependent
+
+    @property
+    def ops_run(self) -> int:
+        return sum(len(stage.runs) for stage in self.stages)
 
     @property
     def replay_flops(self) -> int:
@@ -122,6 +88,9 @@ def build_program(
         keep: by op index, True where the policy keeps the op's outputs. Missing means recompute.
         dropped_args: numbers of the layer's tensor arguments that can be made again and are not to be held.
         stages: groups of pack numbers to replay apart, in any order; None replays all at once.
+
+    Raises:
+        Unreplayable: if the layer overwrites a buffer or an argument that a replay would have to read as it was.
     """
     analysis = _Analysis(record, keep)
     packs = [_pack_code(record, s.storage, analysis.kept, dropped_args) for s in record.saved]
@@ -131,6 +100,8 @@ def build_program(
         packs, dropped = [Pack.PASS if code is Pack.DROP else code for code in packs], []
     groups = [frozenset(g) & frozenset(dropped) for g in stages] if stages else [frozenset(dropped)]
     built = [_build_stage(record, analysis, group) for group in groups if group]
+    if built:
+        _refuse_overwritten(record)
     fed = frozenset().union(*(stage.fed_storages for stage in built))
     captures = _mark_sources(record, packs, fed)
     held = {record.saved[n].storage for n, code in enumerate(packs) if code in (Pack.KEEP, Pack.FEED)} | set(captures)
@@ -143,7 +114,30 @@ def build_program(
         kept_bytes=sum(record.storage_bytes[s] for s in held),
         kept_ops=frozenset(record.producer[s] for s in held),
         demoted=analysis.demoted,
+        outside_reads=outside_reads(record, needed_ops(record)),
+        writes_outside=any(writes_outside(record, op) for op in record.ops),
     )
+
+
+def _refuse_overwritten(record: Record) -> None:
+    for op in record.ops:
+        if any(record.producer[s] <= ARG for s in op.writes):
+            raise Unreplayable(
+                f"the layer writes into one of its arguments (op {op.key}), so it cannot be replayed from them. "
+                "Keep this layer's activations, or make the write out of place."
+            )
+        if writes_outside(record, op) and not all(is_outside(record, s) for s in op.writes):
+            raise Unreplayable(
+                f"op {op.key} writes a buffer and a tensor of the layer at once; a replay can repeat one only. "
+                "Keep this layer's activations."
+            )
+    storage = overwritten_after_read(record)
+    if storage is not None:
+        raise Unreplayable(
+            "the layer reads a buffer and then overwrites it "
+            f"({', '.join(str(op.key) for op in record.ops if storage in op.writes)}), so a replay would read another "
+            "value. Keep this layer's activations, or write the buffer before it is read."
+        )
 
 
 def _pack_code(record: Record, storage: int, kept: set[int], dropped_args: frozenset[int]) -> Pack:
@@ -161,15 +155,7 @@ class _Analysis:
     def __init__(self, record: Record, keep: Mapping[int, bool]):
         self.kept = {s for op in record.ops if keep.get(op.index) for s in op.makes}
         self.demoted: dict[int, str] = {}
-        self.writers: dict[int, list[int]] = defaultdict(list)
-        self.readers: dict[int, list[int]] = defaultdict(list)
-        for op in record.ops:
-            for s in op.writes:
-                self.writers[s].append(op.index)
-            for s in op.reads:
-                if s not in op.writes and not op.is_view:
-                    self.readers[s].append(op.index)
-        self.opaque = bool(record.custom_functions)
+        self.readers, self.writers = record.reads_and_writes()
         self.feedable = set()
         for s in self.kept:
             reason = self._not_feedable(record, s)
@@ -179,8 +165,10 @@ class _Analysis:
                 self.demoted[record.producer[s]] = reason
 
     def _not_feedable(self, record: Record, storage: int) -> str | None:
-        if self.opaque:
+        if record.custom_functions:
             return "a Python autograd.Function takes part in this layer"
+        if record.bypasses:
+            return f"values leave torch's sight in this layer ({record.bypasses[0]})"
         producer = record.ops[record.producer[storage]]
         writers = [record.ops[i] for i in self.writers[storage]]
         if producer.is_random or any(w.is_random for w in writers):
@@ -205,12 +193,13 @@ def _build_stage(record: Record, analysis: _Analysis, wanted: frozenset[int]) ->
     saved = record.saved
     stage = Stage(wanted=wanted, last=max(wanted))
     end = max(saved[n].at for n in wanted)
-    if analysis.opaque:
-        stage.ops_run, stage.flops = end, sum(op.flops for op in record.ops[:end])
-        return stage
+    if record.is_opaque:
+        return _run_all(record, stage, end)
     wanted_after: dict[int, list[int]] = defaultdict(list)
     for n in wanted:
         wanted_after[saved[n].at].append(saved[n].storage)
+    for at, storage in record.python_reads:
+        wanted_after[at].append(storage)
     needed: set[int] = set()
     real: set[int] = set()  # storages with data on replay
     fed_all: set[int] = set()
@@ -227,13 +216,13 @@ def _build_stage(record: Record, analysis: _Analysis, wanted: frozenset[int]) ->
             live[op.index] = False
             continue
         writes_fed = any(s in analysis.feedable for s in op.writes)
-        writes_outside = any(record.producer[s] == EXTERNAL for s in op.writes)
         runs = (
             op.is_data_dependent
             or bool(asked)
-            or (not writes_fed and not writes_outside and any(s in needed for s in op.writes))
+            or (not writes_fed and any(s in needed and not is_outside(record, s) for s in op.writes))
             or (op.is_random and random_follows)
             or (not op.writes and all(o is None for o in op.outputs))
+            or (len(op.writes) > 1 and not all(is_outside(record, s) for s in op.writes))  # all of it or nothing
         )
         live[op.index] = runs
         if runs:
@@ -244,6 +233,8 @@ def _build_stage(record: Record, analysis: _Analysis, wanted: frozenset[int]) ->
     outside = {s for s, p in enumerate(record.producer) if p < 0}
     real |= outside
     skipped_flops = 0
+    stage.runs = tuple(op.index for op in record.ops[:end] if live[op.index] and not op.is_view)
+    stage.flops = sum(record.ops[i].flops for i in stage.runs)
     for op in record.ops[:end]:
         if op.index in stage.actions:
             skipped_flops += op.flops
@@ -252,18 +243,38 @@ def _build_stage(record: Record, analysis: _Analysis, wanted: frozenset[int]) ->
             if not all(s in real for s in op.reads):
                 stage.actions[op.index] = Skip(op)
         elif live[op.index]:
-            stage.ops_run += 1
-            stage.flops += op.flops
-        else:
-            if any(record.producer[s] == EXTERNAL for s in op.writes):
+            if writes_outside(record, op):
+                stage.actions[op.index] = RunOnCopies(op)
                 stage.needs_mode = True
-            stage.actions[op.index] = SkipWrite(op) if op.writes else Skip(op)
+        else:
+            stage.needs_mode = stage.needs_mode or writes_outside(record, op)
+            stage.actions[op.index] = _skip(op, fed_all, real)
             skipped_flops += op.flops
     stage.needs_mode = stage.needs_mode or skipped_flops > 0
     stage.fed_storages = frozenset(fed_all)
+    stage.outside_reads = outside_reads(record, [op for op in record.ops[:end] if live[op.index]])
     if not stage.needs_mode:
         stage.actions.clear()
     return stage
+
+
+def _run_all(record: Record, stage: Stage, end: int) -> Stage:
+    """Build a stage that skips nothing but writes outside."""
+    for op in record.ops[:end]:
+        if writes_outside(record, op):
+            stage.actions[op.index] = RunOnCopies(op) if op.makes else SkipWrite(op)
+            stage.needs_mode = True
+    stage.runs = tuple(op.index for op in record.ops[:end] if not op.is_view)
+    stage.flops = sum(op.flops for op in record.ops[:end])
+    stage.outside_reads = outside_reads(record, record.ops[:end])
+    return stage
+
+
+def _skip(op: Op, fed: set[int], real: set[int]) -> Skip | SkipWrite:
+    if not op.writes:
+        return Skip(op)
+    storage = op.writes[0]
+    return SkipWrite(op, storage if storage in fed else None, is_dead=storage not in fed and storage not in real)
 
 
 def _mark_sources(record: Record, packs: list[Pack], fed: frozenset[int]) -> dict[int, str | None]:
@@ -272,21 +283,9 @@ def _mark_sources(record: Record, packs: list[Pack], fed: frozenset[int]) -> dic
     for n, code in enumerate(packs):
         storage = record.saved[n].storage
         made = record.ops[record.producer[storage]] if record.producer[storage] >= 0 else None
-        if code is Pack.KEEP and storage in missing and made is not None:
-            if any(o is not None and o.storage == storage and o.dtype == record.saved[n].dtype for o in made.outputs):
-                packs[n] = Pack.FEED
-                missing.discard(storage)
+        if code is not Pack.KEEP or storage not in missing or made is None:
+            continue
+        if any(o is not None and o.storage == storage and o.dtype == record.saved[n].dtype for o in made.outputs):
+            packs[n] = Pack.FEED
+            missing.discard(storage)
     return {s: record.module_outputs.get(s) for s in sorted(missing)}
-
-
-def _placeholder(meta: TensorMeta) -> torch.Tensor:
-    """A tensor of true shape, strides and dtype over an empty storage. True strides matter: SDPA chooses its kernel by
-    them. It is made once and handed out as aliases."""
-    tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-def _returns_list(op: Op) -> bool:
-    returns = op.func._schema.returns
-    return len(returns) == 1 and str(returns[0].type).startswith("List")

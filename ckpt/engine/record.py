@@ -9,7 +9,8 @@ without a dispatch mode.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,41 +20,21 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ckpt.engine.bypass import PythonReads, unseen_writes
 from ckpt.engine.keys import OpKey, canonical_op, canonical_path
+from ckpt.engine.ops import IGNORED, is_data_dependent, is_parameter_cast, is_random, written_arguments
 from ckpt.flops import op_flops
-
-aten = torch.ops.aten
 
 # Producers of storages that no op of the layer made.
 EXTERNAL = -1  # parameters, buffers, closures
 CAST = -2  # a parameter in another dtype: cheap to make again, never counted as an op
 ARG = -3  # ARG - k: the k-th tensor argument of the layer
 
-# Metadata queries and aliases without a value of their own: neither counted nor decided on. Autograd and the pack hooks
-# issue `detach` at their own discretion, so counting it would make the numbering depend on the hooks.
-IGNORED = {
-    aten.detach.default,
-    aten.alias.default,
-    torch.ops.prim.device.default,
-    aten.sym_size.default,
-    aten.sym_stride.default,
-    aten.sym_numel.default,
-    aten.sym_storage_offset.default,
-    aten.is_contiguous.default,
-    aten.is_contiguous.memory_format,
-    aten.is_strides_like_format.default,
-    aten.is_non_overlapping_and_dense.default,
-}
-
-
-def is_parameter_cast(func: Any, args: tuple) -> bool:
-    """True for the dtype cast of a parameter. Autocast caches these, so whether the op runs depends on the caller; they
-    are left out of the numbering, never kept and always executed on replay."""
-    return func is aten._to_copy.default and isinstance(args[0], torch.nn.Parameter)
-
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
+    """What a tensor looks like, and whose storage it is."""
+
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -101,17 +82,39 @@ class Saved:
 
 @dataclass
 class Record:
+    """What one call of a layer did."""
+
     ops: list[Op] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
     producer: list[int] = field(default_factory=list)  # by storage: op index, EXTERNAL or ARG - k
     storage_bytes: list[int] = field(default_factory=list)
-    module_outputs: dict[int, str] = field(default_factory=dict)  # storage -> name of a module, called once, returning it
+    module_outputs: dict[int, str] = field(default_factory=dict)  # storage -> module, called once, that returns it
     custom_functions: tuple[str, ...] = ()  # autograd.Functions written in Python: their kernels may bypass the record
+    bypasses: list[str] = field(default_factory=list)  # other ways in which values passed by the record
+    python_reads: list[tuple[int, int]] = field(default_factory=list)  # (after how many ops, storage) by `tolist`
+    state: tuple[int | None, ...] = ()  # storage of each parameter and buffer of the layer, None if it took no part
 
     @property
     def is_data_dependent(self) -> bool:
         """The op sequence may differ at the next call: a value or a data-dependent shape reached Python."""
-        return any(op.is_data_dependent for op in self.ops)
+        return bool(self.python_reads) or any(op.is_data_dependent for op in self.ops)
+
+    @property
+    def is_opaque(self) -> bool:
+        """Values may have flowed past the record, so nothing can be skipped for being read by nobody."""
+        return bool(self.custom_functions or self.bypasses)
+
+    def reads_and_writes(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """Return, by storage, the ops that read it (views and writes in place apart) and the ops that write it."""
+        readers: dict[int, list[int]] = defaultdict(list)
+        writers: dict[int, list[int]] = defaultdict(list)
+        for op in self.ops:
+            for s in op.writes:
+                writers[s].append(op.index)
+            for s in op.reads:
+                if s not in op.writes and not op.is_view:
+                    readers[s].append(op.index)
+        return readers, writers
 
     @property
     def has_random(self) -> bool:
@@ -132,6 +135,7 @@ class Recorder(TorchDispatchMode):
         self._calls: Counter = Counter()
         self._stack: list[tuple[str, Counter]] = [("", Counter())]
         self._hooks: list = []
+        self._python_reads = PythonReads(self.read_by_python)
         for k, tensor in enumerate(inputs):
             self._number(tensor, ARG - k)
 
@@ -140,11 +144,13 @@ class Recorder(TorchDispatchMode):
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
+        self._python_reads.__enter__()
         return super().__enter__()
 
     def __exit__(self, *exc):
         for hook in self._hooks:
             hook.remove()
+        self._python_reads.__exit__(*exc)
         return super().__exit__(*exc)
 
     def _enter_module(self, module, args):
@@ -164,11 +170,25 @@ class Recorder(TorchDispatchMode):
             if number is not None and self.record.producer[number] >= 0:
                 self.record.module_outputs[number] = name
 
-    def finish(self) -> Record:
-        """Return the record. A module called more than once names no output: a hook could not tell its calls apart."""
-        outputs = self.record.module_outputs
-        self.record.module_outputs = {s: name for s, name in outputs.items() if self._calls[name] == 1}
-        return self.record
+    def finish(self, state: Iterable[torch.Tensor] = ()) -> Record:
+        """Return the record. A module called more than once names no output: a hook could not tell its calls apart.
+
+        state: the layer's parameters and buffers, to be found again among the storages that the ops read."""
+        record = self.record
+        record.module_outputs = {s: name for s, name in record.module_outputs.items() if self._calls[name] == 1}
+        record.state = tuple(self._storages.get(t.untyped_storage()._cdata) for t in state)
+        record.bypasses += unseen_writes(record)
+        return record
+
+    def read_by_python(self, tensor: torch.Tensor, method: str) -> None:
+        """Note that Python reads the tensor's values, or takes a pointer to them, without an op."""
+        number = self._storages.get(tensor.untyped_storage()._cdata)
+        if number is None or self.record.producer[number] == EXTERNAL:
+            return  # not made here: a replay reads the same
+        if method == "tolist":  # read in Python, which may go another way next time
+            self.record.python_reads.append((len(self.record.ops), number))
+        else:
+            self.record.bypasses.append(f"Tensor.{method}")
 
     def _number(self, tensor: torch.Tensor, producer: int) -> int:
         storage = tensor.untyped_storage()
@@ -231,36 +251,3 @@ class Recorder(TorchDispatchMode):
             num_bytes=sum(record.storage_bytes[s] for s in makes),
             contraction=args[-1].shape[-2] if name in ("bmm", "baddbmm") else 0,
         )
-
-
-def written_arguments(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Return the tensors that `func` writes in place or through `out=`."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    written = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        written += [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
-    return written
-
-
-def is_random(func, args: tuple, kwargs: dict) -> bool:
-    """True if the call draws from a generator. A fused attention with dropout_p=0 carries the tag but draws nothing."""
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-        return False
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            value = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return value != 0.0
-    return True
-
-
-def is_data_dependent(func, args: tuple) -> bool:
-    """True if a tensor's values decide a shape or reach Python. Indexing is so only by a boolean mask."""
-    tags = getattr(func, "tags", ())
-    if func is aten.index.Tensor:
-        return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
-    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags

@@ -14,6 +14,7 @@ import torch
 from ckpt.engine.call import Call
 from ckpt.engine.context import Surroundings
 from ckpt.engine.frame import Frame
+from ckpt.engine.ops import Unreplayable
 from ckpt.engine.program import Program, build_program
 from ckpt.engine.record import Op
 from ckpt.engine.segments import Link, SegmentTail
@@ -60,12 +61,11 @@ class Region:
         self.op_names: set[str] = set()
         self.keys_seen: set = set()
         self.matched = 0  # ops that the policy keeps or offloads, over all records
-        self.may_be_random = False
         self.surroundings = Surroundings(self.layer)
 
     def __getstate__(self):
         # Programs hold placeholders and weak references; a copied or unpickled layer records anew.
-        transient = ("programs", "latest", "counts", "surroundings", "op_names", "keys_seen", "matched", "may_be_random")
+        transient = ("programs", "latest", "counts", "surroundings", "op_names", "keys_seen", "matched")
         return {k: v for k, v in self.__dict__.items() if k not in transient}
 
     def __setstate__(self, state):
@@ -98,11 +98,13 @@ class Region:
 
     def _record(self, frame: Frame, signature: tuple, dropped: frozenset[int]):
         self.counts.records += 1
-        output, record, decisions = frame.record(self._keeps)
-        program = build_program(record, decisions, dropped)
+        try:
+            output, record, decisions = frame.record(self._keeps)
+            program = build_program(record, decisions, dropped)
+        except Unreplayable as error:
+            raise Unreplayable(f"{self.name}: {error}") from None
         frame.settle(program)
         self.latest = program
-        self.may_be_random |= record.has_random
         self.op_names.update(op.key.op for op in record.ops)
         self.keys_seen.update(op.key for op in record.ops)
         self.counts.ops_seen = len(record.ops)
@@ -138,7 +140,7 @@ class Region:
         counts = self.counts
         counts.replays += 1
         if stage is not None:
-            counts.ops_run_again += mode.ops_run if mode is not None else stage.ops_run
+            counts.ops_run_again += mode.ops_run if mode is not None else len(stage.runs)
             counts.flops_run_again += stage.flops
         elif program is not None:
             counts.ops_run_again += len(program.record.ops)

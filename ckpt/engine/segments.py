@@ -2,8 +2,8 @@
 
 The layers are called one by one by the model's own loop, so a segment is not one function. Instead each layer after the
 first drops its hidden states and links to the layer before: on replay it asks that layer to run again. Whether a layer's
-argument is the previous layer's output is seen by identity; if a model changes it in between, the layer holds its input
-and starts a new segment.
+argument is the previous layer's output is seen by identity and version; if a model changes it in between, the layer
+holds its input and starts a new segment.
 
 `keep` (Chen et al. 2016, arXiv:1604.06174, sec. 4): the way to the last layer collects every layer's saved tensors: one
 extra forward, the whole segment's activations alive at once. `replay`: the way re-creates inputs alone, then each layer is
@@ -42,7 +42,7 @@ class SegmentTail:
 
     def clear(self) -> None:
         self._frame: weakref.ref | None = None
-        self._outputs: list[tuple[int | None, weakref.ref]] = []
+        self._outputs: list[tuple[int | None, weakref.ref, int]] = []  # path, tensor, version
 
     def __getstate__(self):
         return {"inner": self.inner, "first_index": self.first_index}
@@ -56,10 +56,10 @@ class SegmentTail:
         frame = None if self._frame is None else self._frame()
         if frame is None:
             return None
-        for path, reference in self._outputs:
+        for path, reference, version in self._outputs:
             output = reference()
             for position, tensor in enumerate(tensors):
-                if output is not None and tensor is output:
+                if output is not None and tensor is output and output._version == version:
                     return Found(position, frame, path, self.inner)
         return None
 
@@ -70,9 +70,12 @@ class SegmentTail:
             return
         self._frame = weakref.ref(frame)
         if isinstance(output, torch.Tensor):
-            self._outputs = [(None, weakref.ref(output))]
+            output = {None: output}
         elif isinstance(output, tuple):
-            self._outputs = [(i, weakref.ref(t)) for i, t in enumerate(output) if isinstance(t, torch.Tensor)]
+            output = dict(enumerate(output))
+        else:
+            output = {}
+        self._outputs = [(i, weakref.ref(t), t._version) for i, t in output.items() if isinstance(t, torch.Tensor)]
 
 
 class Link:
