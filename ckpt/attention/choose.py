@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ckpt.attention.families import decoder, dropout_in, layer_types, model_class, refusal, text_config
+from ckpt.attention.families import check_isolation, decoder, dropout_in, layer_types, model_class, refusal, text_config
 from ckpt.attention.interface import NAME, NAME_EAGER
 from ckpt.attention.prepare import Packing
 
@@ -124,6 +124,8 @@ def choose(
         return _from_hub(facts, requested.removeprefix("kernels:"))
     if requested not in REQUESTS:
         raise ValueError(f"attn={requested!r} is unknown. Use one of {', '.join(REQUESTS)}, or kernels:OWNER/NAME.")
+    if packing == "isolate":
+        check_isolation(model)
     choice = _isolating(facts, requested) if packing == "isolate" else _plain(facts, requested, model)
     if requested == "flash" and not choice.is_flash:
         raise ValueError(f"attn=flash cannot run: {choice.kernel} would. {choice.why} Set attn=auto to accept it.")

@@ -37,6 +37,7 @@ _REASONS: dict[str, str] = {
     "doge": "it adds a learned bias to every attention score",
     "git": "it calls its own attention",
     "mllama": "its cross-attention layers read an image, not the row",
+    "mllama_text_model": "its cross-attention layers read an image, not the row",
     "nemotron": "its decoder layers do not hand keywords on, so that document boundaries cannot reach its attention",
     "reformer": "its LSH and chunked attention work on the whole row",
     "stablelm": "its decoder layers do not hand keywords on, so that document boundaries cannot reach its attention",
@@ -85,8 +86,9 @@ def refusal(model: Any) -> str | None:
     """
     whole = unwrap(model).config if isinstance(model, nn.Module) else model
     config, kind = text_config(whole), model_class(model)
-    if config.model_type in _REASONS:
-        return _REASONS[config.model_type]
+    for name in (whole.model_type, config.model_type):
+        if name in _REASONS:
+            return _REASONS[name]
     if whole.is_encoder_decoder:
         return "an encoder-decoder's cross-attention knows no document boundaries"
     other = sorted(set(layer_types(config)) - _ATTENTION_TYPES)
@@ -109,6 +111,18 @@ def refusal(model: Any) -> str | None:
     if "position_ids" not in parameters or any(hasattr(m, "create_position_ids_from_input_ids") for m in modules):
         return "it counts positions itself, over the whole row, and they would not restart with each document"
     return None
+
+
+def check_isolation(model: Any) -> None:
+    """Raise ValueError, by name, for a module or config whose family cannot keep packed documents apart."""
+    reason, kind = refusal(model), model_class(model)
+    if reason:
+        config = unwrap(model).config if isinstance(model, nn.Module) else model
+        name = getattr(kind, "__name__", type(config).__name__)
+        raise ValueError(
+            f"packing=isolate cannot keep documents apart in {name} ({config.model_type}): {reason}. Set "
+            "data.packing=none (one document a row) or concat (documents see each other)."
+        )
 
 
 def dropout_in(config: Any) -> tuple[str, float] | None:

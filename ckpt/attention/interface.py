@@ -195,7 +195,7 @@ def _refuse(
         raise ValueError(
             "packed attention never holds the attention weights. Drop output_attentions, or use attn=eager."
         )
-    if key_bounds is not None and key_bounds is not bounds and key_bounds.shape != bounds.shape:
+    if bounds is not None and key_bounds is not None and key_bounds.shape != bounds.shape:
         raise ValueError(
             "cu_seq_lens_k differs from cu_seq_lens_q; packed attention is self-attention: pass the same boundaries."
         )

@@ -123,7 +123,7 @@ def _by_document_forward(
     found = documents(bounds, batch, tokens)
     if all(start == 0 and end == tokens for _, start, end in found):  # whole rows: no copy
         out, lse = attend(q, k, v, spec)
-        return out.transpose(1, 2).contiguous(), lse.transpose(0, 1).reshape(heads, batch * tokens)
+        return out.transpose(1, 2).contiguous(), lse.transpose(0, 1).flatten(1).contiguous()
     out = q.new_empty(batch, tokens, heads, v.shape[-1])
     lse = q.new_empty(heads, batch * tokens, dtype=lse_dtype(q.dtype))
     for row, start, end in found:

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ckpt.attention import bounds as make_bounds
-from ckpt.attention.families import decoder, dropout_in, layer_types, refusal, text_config, unwrap
+from ckpt.attention.families import check_isolation, decoder, dropout_in, layer_types, refusal, text_config, unwrap
 from ckpt.attention.interface import NAME, NAME_EAGER, Witness, witness
 
 Packing = Literal["isolate", "concat", "none"]
@@ -67,20 +67,15 @@ def prepare(model: nn.Module, packing: Packing = "isolate", implementation: str 
 
 
 def _check(base: nn.Module, packing: Packing) -> None:
-    name = type(base).__name__
-    reason = refusal(base)
-    if reason and packing == "isolate":
-        raise ValueError(
-            f"packing=isolate cannot keep documents apart in {name} ({base.config.model_type}): {reason}. Set "
-            "data.packing=none (one document a row) or concat (documents see each other)."
-        )
+    if packing == "isolate":
+        check_isolation(base)
+    name, reason, dropout = type(base).__name__, refusal(base), dropout_in(base.config)
     if reason:
         raise ValueError(f"{NAME} does not fit {name} ({base.config.model_type}): {reason}. Set attn=sdpa.")
-    found = dropout_in(base.config)
-    if found:
+    if dropout:
         raise ValueError(
-            f"{name} has {found[0]}={found[1]}; packed attention has no dropout. Set model.config.{found[0]}=0.0, or "
-            "data.packing=concat or none with attn=sdpa."
+            f"{name} has {dropout[0]}={dropout[1]}; packed attention has no dropout. Set model.config.{dropout[0]}=0.0, "
+            "or data.packing=concat or none with attn=sdpa."
         )
 
 
@@ -165,8 +160,7 @@ def _with_bounds(given: dict[str, Any]) -> dict[str, Any] | None:
         )
     mask = given.get("attention_mask")
     if mask is not None and not (mask.ndim == 2 and bool(mask.all())):
-        several = given.get("cu_seq_lens_q") is not None or int((bounds.diff() > 0).sum()) > batch
-        if several or torch.is_grad_enabled():
+        if given.get("cu_seq_lens_q") is not None or torch.is_grad_enabled():
             raise ValueError(
                 f"packing=isolate got an attention_mask of shape {tuple(mask.shape)} that hides tokens; documents "
                 "are kept "
