@@ -127,3 +127,8 @@ def reads_placeholder(args, kwargs) -> bool:
 def _returns_list(op: Op) -> bool:
     returns = op.func._schema.returns
     return len(returns) == 1 and str(returns[0].type).startswith("List")
+
+
+def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if the two lie in one storage."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata

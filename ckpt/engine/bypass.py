@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ckpt.engine.ops import UNINITIALISED
 
 if TYPE_CHECKING:
     from ckpt.engine.record import Record
+
+# Our own functions whose work is done by torch ops alone.
+_TRANSPARENT = {"TiledChain"}
 
 
 class PythonReads(TorchFunctionMode):
@@ -46,3 +50,23 @@ def unseen_writes(record: Record) -> list[str]:
                 if first_read is not None and not any(w < first_read for w in writers[s]):
                     found.append("a kernel outside the dispatcher")
     return found
+
+
+def python_functions(output, inputs: list[torch.Tensor]) -> tuple[str, ...]:
+    """Return the names of `torch.autograd.Function`s written in Python between a layer's inputs and its output.
+
+    Those of `torch.library` ops are left out: their kernels are ops that a dispatch mode sees."""
+    stop = {t.grad_fn for t in inputs if t.grad_fn is not None}
+    queue = [t.grad_fn for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    seen, names = set(stop), []
+    while queue:
+        node = queue.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            name = type(node).__name__.removesuffix("Backward")
+            if not name.startswith("GeneratedBackwardFor_") and name not in _TRANSPARENT:
+                names.append(name)
+        queue += [next_node for next_node, _ in node.next_functions if next_node is not None]
+    return tuple(dict.fromkeys(names))

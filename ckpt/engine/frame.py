@@ -1,8 +1,8 @@
 """One call of one decoder layer: what it packs in forward, and how it answers backward.
 
 The forward runs under `saved_tensors_hooks` without a dispatch mode. `pack` decides by its running number: a dropped
-tensor is replaced by that number, so it is always exact to replay the layer and take the n-th saved tensor. Kept tensors
-only make the replay cheaper; whenever a call turns out to differ from its record, the frame falls back to plain replay.
+tensor is replaced by that number, so it is always exact to replay the layer and take the n-th saved tensor. Kept
+tensors only make the replay cheaper; whenever a call turns out to differ from its record, it is replayed plainly.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from ckpt.engine.actions import Feed, Mismatch, RunOnCopies, Skip, is_placeholder, reads_placeholder
+from ckpt.engine.actions import Mismatch, same_storage
+from ckpt.engine.bypass import python_functions
 from ckpt.engine.call import Call
 from ckpt.engine.context import GeneratorStates, Settings, generators
-from ckpt.engine.program import Pack, Program, Stage
-from ckpt.engine.ops import IGNORED, is_parameter_cast, written_arguments
+from ckpt.engine.modes import Capture, Replay
 from ckpt.engine.outside import WriteNothingOutside
+from ckpt.engine.program import Pack, Program, Stage
 from ckpt.engine.record import Op, Record, Recorder, TensorMeta
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class Frame:
         self.held: dict[int, tuple[torch.Tensor, int]] = {}  # storage -> (tensor, version), what replays are fed with
         self._late: list[_Late] = []
         self._candidates: dict[int, torch.Tensor] = {}  # storage -> output, while recording
-        self._state: list[tuple[torch.Tensor, int, int | None]] = []  # parameter or buffer, version, storage in the record
+        self._state: list[tuple[torch.Tensor, int, int | None]] = []  # parameter or buffer, version, storage number
         self._made: dict[int, torch.Tensor] = {}  # pack number -> replayed tensor, until backward takes it
         self._given: dict[int, weakref.ref] = {}
         self._shapes: list | None = None if program is None else [(s.shape, s.dtype) for s in program.record.saved]
@@ -185,11 +184,11 @@ class Frame:
 
     def is_held(self, storage: int, tensor: torch.Tensor) -> bool:
         """True if `tensor` lies in what is held of the record's storage of that number."""
-        return _same_storage(self.held[storage][0], tensor)
+        return same_storage(self.held[storage][0], tensor)
 
     @contextmanager
     def _capturing(self):
-        """Hold outputs that autograd does not save: by a hook on the module that returns them, else by a dispatch mode."""
+        """Hold outputs that autograd does not save: by a hook on the module that returns them, else by a mode."""
         captures = self.program.captures
         if not captures:
             yield
@@ -207,7 +206,7 @@ class Frame:
                 for hook in hooks:
                     hook.remove()
         else:
-            with _Capture(self, self.program):
+            with Capture(self, self.program):
                 yield
 
     # ---- backward ----------------------------------------------------------------------------------------------
@@ -226,8 +225,8 @@ class Frame:
     def _check_version(self, tensor: torch.Tensor, version: int) -> None:
         if tensor._version != version:
             raise RuntimeError(
-                f"{self.region.name}: a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place "
-                f"after the layer ran (version {tensor._version}, expected {version})"
+                f"{self.region.name}: a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place"
+                f" after the layer ran (version {tensor._version}, expected {version})"
             )
 
     def fetch(self, n: int) -> torch.Tensor:
@@ -268,7 +267,7 @@ class Frame:
         Return the output if `to_the_end`."""
         region, made, output, program = self.region, self._made, None, self.program
         packs = None if program is None else program.packs
-        mode = _Replay(self, stage) if stage is not None and stage.needs_mode else self._shield(stage)
+        mode = Replay(self, stage) if stage is not None and stage.needs_mode else self._shield(stage)
         self._check_unchanged(stage)
         if stage is not None:
             wanted, last = stage.wanted, stage.last
@@ -300,14 +299,14 @@ class Frame:
                         output = self.call.again()
                 except _Finished:
                     pass
-        if isinstance(mode, _Replay) and mode.failed:
+        if isinstance(mode, Replay) and mode.failed:
             raise Mismatch  # the layer caught it
         if count < last:
             raise NondeterministicLayer(
                 f"{region.name}: the forward saved {last + 1} tensors or more, its replay {count + 1}. "
                 "The layer does not do the same when run again."
             )
-        region.count_replay(stage, mode if isinstance(mode, _Replay) else None, program)
+        region.count_replay(stage, mode if isinstance(mode, Replay) else None, program)
         return output
 
     def _shield(self, stage: Stage | None):
@@ -323,8 +322,8 @@ class Frame:
         for tensor, version, storage in self._state:
             if (reads is None or storage in reads) and tensor._version != version:
                 raise RuntimeError(
-                    f"{self.region.name}: a parameter or buffer of shape {tuple(tensor.shape)} was modified in place between "
-                    "the layer's forward and its backward, so the layer cannot be replayed"
+                    f"{self.region.name}: a parameter or buffer of shape {tuple(tensor.shape)} was modified in place "
+                    "between the layer's forward and its backward, so the layer cannot be replayed"
                 )
 
     def output_again(self):
@@ -357,112 +356,3 @@ class Frame:
 
 def _never(packed):
     raise AssertionError("the graph of a replay must not be run")
-
-
-class _Replay(TorchDispatchMode):
-    """Run, skip or feed each op as the stage says."""
-
-    def __init__(self, frame: Frame, stage: Stage):
-        super().__init__()
-        self._frame = frame
-        self._actions = stage.actions
-        self._wanted, self._fed = stage.wanted, stage.fed_storages
-        self._ops = frame.program.record.ops
-        self._index = 0
-        self.ops_run = 0
-        self.failed = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in IGNORED or is_parameter_cast(func, args):
-            return func(*args, **kwargs)
-        index = self._index
-        self._index = index + 1
-        if self.failed or index >= len(self._ops) or self._ops[index].func is not func:
-            self._fail()
-        action = self._actions.get(index)
-        if isinstance(action, (Skip, Feed)):
-            return action(self._frame, args, kwargs)
-        if action is not None:
-            self.ops_run += isinstance(action, RunOnCopies)
-            try:
-                return action(self._frame, args, kwargs)
-            except Mismatch:
-                self._fail()
-        # The ops are those of the record, but what they are applied to may not be.
-        if reads_placeholder(args, kwargs) or (self._ops[index].writes and self._writes_what_is_fed(func, args, kwargs)):
-            self._fail()
-        self.ops_run += 1
-        return func(*args, **kwargs)
-
-    def check_saved(self, n: int, tensor: torch.Tensor) -> None:
-        """Refuse a saved tensor that shows that other values flow here than in the record."""
-        frame = self._frame
-        if frame.program.packs[n] is FEED:
-            storage = frame.program.record.saved[n].storage
-            if storage in self._fed and not frame.is_held(storage, tensor):
-                self._fail()
-        elif n in self._wanted and is_placeholder(tensor):
-            self._fail()
-
-    def _writes_what_is_fed(self, func, args, kwargs) -> bool:
-        held = [tensor for tensor, _ in self._frame.held.values()]
-        return any(_same_storage(t, h) for t in written_arguments(func, args, kwargs) for h in held)
-
-    def _fail(self):
-        self.failed = True
-        raise Mismatch
-
-
-class _Capture(TorchDispatchMode):
-    """Hold the outputs of some ops, by number."""
-
-    def __init__(self, frame: Frame, program: Program):
-        super().__init__()
-        self._frame = frame
-        self._ops = program.record.ops
-        self._wanted = {program.record.producer[s] for s in program.captures}
-        self._storages = set(program.captures)
-        self._index = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func in IGNORED or is_parameter_cast(func, args):
-            return out
-        index = self._index
-        self._index = index + 1
-        if index in self._wanted and self._ops[index].func is func:
-            op = self._ops[index]
-            for meta, tensor in zip(op.outputs, [out] if op.single_output else out, strict=True):
-                if meta is not None and meta.storage in self._storages:
-                    self._frame._hold(meta.storage, tensor.detach())
-        return out
-
-
-# Our own functions whose work is done by torch ops alone.
-_TRANSPARENT = {"TiledChain"}
-
-
-def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
-def python_functions(output, inputs: list[torch.Tensor]) -> tuple[str, ...]:
-    """Return the names of `torch.autograd.Function`s written in Python between a layer's inputs and its output.
-
-    Those of `torch.library` ops are left out: their kernels are ops that a dispatch mode sees."""
-    stop = {t.grad_fn for t in inputs if t.grad_fn is not None}
-    queue = [t.grad_fn for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-    seen, names = set(stop), []
-    while queue:
-        node = queue.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            name = type(node).__name__.removesuffix("Backward")
-            if not name.startswith("GeneratedBackwardFor_") and name not in _TRANSPARENT:
-                names.append(name)
-        queue += [next_node for next_node, _ in node.next_functions if next_node is not None]
-    return tuple(dict.fromkeys(names))
