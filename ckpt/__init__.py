@@ -9,7 +9,7 @@
 from ckpt.audit import Audit
 from ckpt.patching import Applied, applied_to, apply
 from ckpt.plan import Decision, Plan, Policy, Rule
-from ckpt.strategies import EveryN, FromPlan, Full, KeepAll, Segments, Selective
+from ckpt.strategies import EveryN, FromPlan, Full, KeepAll, Offload, Segments, Selective
 
 __all__ = [
     "Applied",
@@ -19,6 +19,7 @@ __all__ = [
     "FromPlan",
     "Full",
     "KeepAll",
+    "Offload",
     "Plan",
     "Policy",
     "Rule",

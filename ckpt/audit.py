@@ -15,8 +15,10 @@ class LayerAudit:
 
     calls: forwards with gradients. replays: times the layer ran again in backward.
     ops: op calls of a forward. ops_kept: of which outputs are held. ops_run_again: summed over all replays.
-    kept_bytes: held from the latest forward to its backward, beside the layer's input.
-    undecided: ops that the policy says nothing of (they are recomputed). demoted: keep decisions that could not make the
+    kept_bytes: held on the device from the latest forward to its backward, beside the layer's input. away_bytes: held
+    off it, the input included.
+    undecided: ops that the policy says nothing of (they are recomputed), over all recorded calls. unmatched: keys of a
+    plan that found no op. demoted: keep decisions that could not make the
     replay cheaper, by reason.
     """
 
@@ -29,7 +31,9 @@ class LayerAudit:
     ops_run_again: int
     flops_run_again: int
     kept_bytes: int
+    away_bytes: int
     undecided: int
+    unmatched: int
     demoted: dict[str, int]
     dynamic_because: str | None
 
@@ -59,6 +63,9 @@ class Audit:
         ]
         for layer in self.layers:
             remarks = [f"dynamic: {layer.dynamic_because}"] if layer.dynamic_because else []
+            remarks += [f"{layer.unmatched} keys of the plan found no op"] if layer.unmatched else []
+            if layer.away_bytes:
+                remarks.append(f"{layer.away_bytes / 2**20:.2f} MiB off the device")
             remarks += [f"{n} kept ops not fed: {reason}" for reason, n in layer.demoted.items()]
             lines.append(
                 f"{layer.index:>5} {layer.calls:>6} {layer.replays:>8} {layer.ops:>5} {layer.ops_kept:>5} "
@@ -79,10 +86,17 @@ def audit_of(applied: Applied) -> Audit:
             ops_run_again=region.counts.ops_run_again,
             flops_run_again=region.counts.flops_run_again,
             kept_bytes=region.counts.kept_bytes,
+            away_bytes=region.counts.away_bytes,
             undecided=region.counts.undecided,
+            unmatched=_num_unmatched(applied, region),
             demoted=dict(region.counts.demoted),
             dynamic_because=region.dynamic_because,
         )
         for region in applied.regions
     )
     return Audit(applied.policy.name, applied.num_layers, layers)
+
+
+def _num_unmatched(applied: Applied, region) -> int:
+    unmatched = getattr(applied.policy, "unmatched", None)
+    return 0 if unmatched is None or not region.counts.records else len(unmatched(region.index, region.keys_seen))

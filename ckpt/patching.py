@@ -11,27 +11,27 @@ so parameter names, state dict and hooks stay as they are. Layers of a plain cla
 
 from __future__ import annotations
 
+import fnmatch
 from functools import partial
 from types import MethodType
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ckpt import strategies
 from ckpt.audit import Audit, audit_of
 from ckpt.engine.chains import find_chains
 from ckpt.engine.region import Region
 from ckpt.engine.segments import SegmentTail
+from ckpt.engine.store import Store
 from ckpt.engine.tiles import Chain, HandThrough, RunTiled
+from ckpt.guard import Guard, has_own_forward, is_native, refuse_without_seam, remove_guards
 from ckpt.layers import Layer, find_layers, unwrapped
 from ckpt.plan import LayerPlan, Plan, Policy
 
 
 class _MISSING:
     """Stands for an attribute that was not there. A class, because deep copies keep its identity."""
-
 
 
 class Applied:
@@ -44,6 +44,7 @@ class Applied:
         self._model = model
         self._undo: list[tuple[nn.Module, str, object]] = []
         self._loss = None
+        self.store: Store | None = None  # where offloaded tensors are
         self.chains: dict[int, Chain] = {}  # by layer, its tiled MLP
         self.not_tiled: dict[int, str] = {}
         self.checked = False
@@ -63,12 +64,12 @@ class Applied:
                     decision = self.policy.decide(region.index, op) if op.makes else None
                     if decision is not None:
                         decisions[op.key] = decision
-            layers[region.index] = LayerPlan(True, rule.segment, rule.inner, decisions)
-        return Plan(layers, name=self.policy.name)
+            layers[region.index] = LayerPlan(True, rule.segment, rule.inner, rule.offload_input, decisions)
+        return Plan(layers, name=self.policy.name, offload=getattr(self.policy, "offload", None))
 
     def undo(self) -> None:
         """Put the model back as it was, attribute for attribute. Undoing twice does nothing."""
-        _remove_guards(self._model, self)
+        remove_guards(self._model, self)
         for module, key, old in reversed(self._undo):
             if old is _MISSING:
                 module.__dict__.pop(key, None)
@@ -76,7 +77,9 @@ class Applied:
                 module.__dict__[key] = old
         if self._loss is not None:
             self._loss.undo()
-        self._undo, self._loss, self.chains = [], None, {}
+        if self.store is not None:
+            self.store.close()
+        self._undo, self._loss, self.store, self.chains = [], None, None, {}
 
     def _set(self, module: nn.Module, key: str, value) -> None:
         self._undo.append((module, key, module.__dict__.get(key, _MISSING)))
@@ -110,10 +113,9 @@ def apply(
         if tile_mlp != 1:  # before the layers are patched: tiling looks at what the plain model does
             _tile(applied, model, layers, tile_mlp)
         _patch_layers(applied, model, layers, policy, dynamic)
+        applied._set(inner, "_ckpt_applied", applied)
         if applied.regions:
-            guard = _Guard(applied)
-            inner.register_forward_pre_hook(guard.before, with_kwargs=True)
-            inner.register_forward_hook(guard.after)
+            Guard(applied, _set_model_flags(applied, model)).attach(inner)
         if loss == "chunked":
             from ckpt.engine.loss import attach_chunked_loss
 
@@ -130,6 +132,8 @@ def resolve(strategy, model=None, workload=None) -> Policy:
     """Return the policy that a strategy, a name, a Policy or a Plan stands for."""
     if isinstance(strategy, str):
         strategy = strategies.make(strategy)
+    if isinstance(strategy, type):
+        raise ValueError(f"strategy is the class {strategy.__name__}; make an object of it: {strategy.__name__}()")
     if hasattr(strategy, "rule") and hasattr(strategy, "decide"):
         return strategy
     if hasattr(strategy, "plan") and not hasattr(strategy, "policy"):
@@ -151,9 +155,13 @@ def applied_to(model: nn.Module) -> Applied | None:
 
 
 def _patch_layers(applied: Applied, model, layers: list[Layer], policy: Policy, dynamic: tuple[str, ...]) -> None:
-    import fnmatch
-
+    for pattern in dynamic:
+        if not any(fnmatch.fnmatchcase(layer.name, pattern) for layer in layers):
+            raise ValueError(f"dynamic={pattern!r} matches no layer; they are named {layers[0].name!r} and so on")
     rules = [policy.rule(layer.index, len(layers)) for layer in layers]
+    where = getattr(policy, "offload", None)
+    if where is not None:
+        applied.store = Store(where["target"], where.get("directory"))
     tails: dict[int, SegmentTail] = {}
     for layer, rule in zip(layers, rules, strict=True):
         if not rule.replay:
@@ -163,6 +171,7 @@ def _patch_layers(applied: Applied, model, layers: list[Layer], policy: Policy, 
         region = Region(layer.module, layer.index, f"layer {layer.index} ({layer.name}, {layer.kind})", policy.decide)
         if any(fnmatch.fnmatchcase(layer.name, pattern) for pattern in dynamic):
             region.becomes_dynamic("declared dynamic")
+        region.store, region.offloads_input = applied.store, rule.offload_input
         if rule.segment is not None:
             region.segment = tails.setdefault(rule.segment, SegmentTail(rule.inner, layer.index))
             following = rules[layer.index + 1] if layer.index + 1 < len(layers) else None
@@ -173,9 +182,6 @@ def _patch_layers(applied: Applied, model, layers: list[Layer], policy: Policy, 
             applied._set(layer.module, "gradient_checkpointing", True)
         else:
             applied._set(layer.module, "forward", _PlainForward(layer.module, region))
-    if applied.regions:
-        applied._set(applied._model, "_ckpt_applied", applied)
-        _set_model_flags(applied, model)
 
 
 def _tile(applied: Applied, model: nn.Module, layers: list[Layer], num_tiles: int) -> None:
@@ -195,12 +201,14 @@ def _tile(applied: Applied, model: nn.Module, layers: list[Layer], num_tiles: in
         raise ValueError(f"tile_mlp={num_tiles}: no layer's MLP can be tiled, since {reasons[0]}. Set tile_mlp=1.")
 
 
-def _set_model_flags(applied: Applied, model: nn.Module) -> None:
-    """Models and stacks that carry the flag use it to turn their cache off; positional caches reach layers otherwise."""
-    for module in model.modules():
-        if not isinstance(module, GradientCheckpointingLayer) and "gradient_checkpointing" in module.__dict__:
-            applied._set(module, "_gradient_checkpointing_func", _run)
-            applied._set(module, "gradient_checkpointing", True)
+def _set_model_flags(applied: Applied, model: nn.Module) -> list[nn.Module]:
+    """Set the flag of models and stacks that carry one, and return them. They use it to turn their cache off; positional
+    caches reach layers otherwise."""
+    flagged = [m for m in model.modules() if not is_native(m) and "gradient_checkpointing" in m.__dict__]
+    for module in flagged:
+        applied._set(module, "_gradient_checkpointing_func", _run)
+        applied._set(module, "gradient_checkpointing", True)
+    return flagged
 
 
 def _run(function, *args):
@@ -213,73 +221,13 @@ class _PlainForward:
     def __init__(self, layer: nn.Module, region: Region):
         self._layer = layer
         self._region = region
-        self._forward = layer.__dict__.get("forward") or MethodType(type(layer).forward, layer)
+        self._own = layer.__dict__.get("forward")
 
     def __call__(self, *args, **kwargs):
+        forward = self._own or MethodType(type(self._layer).forward, self._layer)
         if self._layer.training and torch.is_grad_enabled():
-            return self._region(partial(self._forward, **kwargs), *args)
-        return self._forward(*args, **kwargs)
-
-
-class _Guard:
-    """Forward hooks of the model: refuse what would be wrong, prove that the layers were reached."""
-
-    def __init__(self, applied: Applied):
-        self._applied = applied
-        self._calls_before = 0
-
-    def before(self, model, args, kwargs):
-        regions = self._applied.regions
-        self._calls_before = sum(r.counts.calls for r in regions)
-        if not torch.is_grad_enabled():
-            return
-        if not any(r.layer.training for r in regions) and any(p.requires_grad for p in model.parameters()):
-            raise RuntimeError(
-                "the model is in eval mode with gradients on, where its layers would keep all activations. Call "
-                "model.train() to train, torch.no_grad() to evaluate, or handle.undo() to differentiate in eval mode."
-            )
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Cache) and value.get_seq_length() > 0:
-                raise ValueError(
-                    "a filled cache was passed in training with activation checkpointing on; replaying a layer would extend "
-                    "it twice. Pass the prefix as tokens or embeddings, or use strategy none."
-                )
-        for region in regions:
-            if region.segment is not None:
-                region.segment.clear()
-
-    def after(self, model, args, output):
-        applied = self._applied
-        if not torch.is_grad_enabled():
-            return
-        trained = [r for r in applied.regions if r.layer.training]
-        if trained and sum(r.counts.calls for r in applied.regions) == self._calls_before:
-            kinds = ", ".join(sorted({type(r.layer).__name__ for r in trained}))
-            raise RuntimeError(
-                f"no layer was checkpointed in this forward: {kinds}.forward was replaced, or the checkpointing function of "
-                "its instances was. Apply the strategy after such a patch and enable no second checkpointing."
-            )
-        if not applied.checked and trained:
-            applied.checked = True
-            seen = {r.index: r.keys_seen for r in applied.regions if r.counts.records}
-            dynamic = {r.index for r in applied.regions if r.dynamic_because}
-            complaint = applied.policy.complaint(seen, {r.index: r.matched for r in applied.regions}, dynamic)
-            if complaint:
-                applied.checked = False
-                raise ValueError(complaint)
-
-
-def _remove_guards(model: nn.Module, applied: Applied) -> None:
-    """Remove the guards' hooks by whom they serve, not by handle: a deep copy of the model has copies of the hooks."""
-    for hooks, extra in (
-        (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs),
-        (model._forward_hooks, model._forward_hooks_with_kwargs),
-    ):
-        for key, hook in list(hooks.items()):
-            guard = getattr(hook, "__self__", None)
-            if isinstance(guard, _Guard) and guard._applied is applied:
-                del hooks[key]
-                extra.pop(key, None)
+            return self._region(partial(forward, **kwargs), *args)
+        return forward(*args, **kwargs)
 
 
 def _refuse_what_is_there(model: nn.Module, layers: list[Layer]) -> None:
@@ -292,21 +240,10 @@ def _refuse_what_is_there(model: nn.Module, layers: list[Layer]) -> None:
             "activation_checkpointing out of TrainingArguments: it would replace this strategy silently."
         )
     for layer in layers:
-        if layer.is_native and "forward" in layer.module.__dict__:
-            continue  # an instance patch: accelerate's hooks call the class's forward, which `after` verifies
-        forward = type(layer.module).forward
-        if layer.is_native and not _is_seam(forward):
-            raise ValueError(
-                f"{layer.kind}.forward was replaced ({forward.__module__}.{forward.__qualname__}), so it no longer calls the "
-                "checkpointing function and nothing would be recomputed. Patch instances instead of the class, or apply "
-                "that patch before Transformers builds the class."
-            )
-
-
-def _is_seam(forward) -> bool:
-    """True if `forward` is the wrapper that GradientCheckpointingLayer puts around a class's forward."""
-    code = getattr(forward, "__code__", None)
-    return code is not None and code.co_name == "forward_with_checkpointing"
+        if has_own_forward(layer.module):
+            continue  # accelerate's hooks call the class's forward; the guard sees whether it was reached
+        if layer.is_native:
+            refuse_without_seam(type(layer.module))
 
 
 __all__ = ["Applied", "apply", "applied_to", "resolve"]

@@ -34,11 +34,13 @@ class Rule:
     replay: False leaves the layer's activations to autograd.
     segment: number of the segment the layer belongs to, None if it holds its own input.
     inner: how a segment is replayed, `keep` or `replay`.
+    offload_input: True sends the layer's input off the device between its forward and its backward.
     """
 
     replay: bool
     segment: int | None = None
     inner: str = "keep"
+    offload_input: bool = False
 
 
 class Policy(Protocol):
@@ -63,6 +65,7 @@ class LayerPlan:
     replay: bool = True
     segment: int | None = None
     inner: str = "keep"
+    offload_input: bool = False
     decisions: dict[OpKey, Decision] = field(default_factory=dict)
 
 
@@ -73,6 +76,7 @@ class Plan:
     layers: list[LayerPlan]
     name: str = "plan"
     source: dict = field(default_factory=dict)  # what made the plan: strategy, model, workload, predicted peak
+    offload: dict | None = None  # target and directory of what is offloaded, None if nothing is
 
     def rule(self, index: int, num_layers: int) -> Rule:
         if num_layers != len(self.layers):
@@ -80,14 +84,18 @@ class Plan:
                 f"the plan is for {len(self.layers)} decoder layers, the model has {num_layers}. Make a plan for this model."
             )
         layer = self.layers[index]
-        return Rule(layer.replay, layer.segment, layer.inner)
+        return Rule(layer.replay, layer.segment, layer.inner, layer.offload_input)
 
     def decide(self, index: int, op: Op) -> Decision | None:
         return self.layers[index].decisions.get(op.key)
 
+    def unmatched(self, index: int, seen: set[OpKey]) -> list[OpKey]:
+        """Return the keys of layer `index` that none of its ops has."""
+        return [key for key in self.layers[index].decisions if key not in seen]
+
     def complaint(self, seen, matched, dynamic) -> str | None:
         for index, keys in seen.items():
-            missing = [str(k) for k in self.layers[index].decisions if k not in keys]
+            missing = [str(key) for key in self.unmatched(index, keys)]
             if missing and index not in dynamic:
                 return (
                     f"plan: layer {index} has no op {missing[0]!r}"
@@ -102,6 +110,8 @@ class Plan:
         groups: list[tuple[dict, list[int]]] = []
         for index, layer in enumerate(self.layers):
             body = {"replay": layer.replay, "decisions": {str(k): str(d) for k, d in sorted_items(layer.decisions)}}
+            if layer.offload_input:
+                body["offload_input"] = True
             if layer.segment is not None:
                 body |= {"segment": layer.segment, "inner": layer.inner}
             for known, indices in groups:
@@ -114,6 +124,7 @@ class Plan:
             "schema_version": SCHEMA_VERSION,
             "name": self.name,
             "source": self.source,
+            "offload": self.offload,
             "num_layers": len(self.layers),
             "layers": [{"indices": indices, **body} for body, indices in groups],
         }
@@ -141,12 +152,14 @@ class Plan:
                 for index in group["indices"]:
                     if layers[index] is not None:
                         raise ValueError(f"layer {index} stands twice")
-                    layers[index] = LayerPlan(group["replay"], group.get("segment"), inner, dict(decisions))
+                    layers[index] = LayerPlan(
+                        group["replay"], group.get("segment"), inner, bool(group.get("offload_input")), dict(decisions)
+                    )
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 raise ValueError(f"{where}: a group of layers is malformed ({error})") from None
         if None in layers:
             raise ValueError(f"{where}: layer {layers.index(None)} of {count} is missing")
-        return cls(layers, str(data.get("name", "plan")), dict(data.get("source") or {}))
+        return cls(layers, str(data.get("name", "plan")), dict(data.get("source") or {}), _offload_of(data, where))
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan as JSON; an existing file is replaced whole or not at all."""
@@ -171,6 +184,15 @@ class Plan:
         except ValueError as error:
             raise ValueError(f"plan {os.fspath(path)!r} is no JSON: {error}") from None
         return cls.from_dict(data, f"plan {os.fspath(path)!r}")
+
+
+def _offload_of(data: dict, where: str) -> dict | None:
+    offload = data.get("offload")
+    if offload is None:
+        return None
+    if not isinstance(offload, dict) or offload.get("target") not in ("host", "disk"):
+        raise ValueError(f"{where}: offload={offload!r} must name a target, host or disk")
+    return {"target": offload["target"], "directory": offload.get("directory")}
 
 
 def sorted_items(decisions: dict[OpKey, Decision]) -> list[tuple[OpKey, Decision]]:

@@ -30,7 +30,10 @@ class KeepAll:
     name: ClassVar[str] = "none"
 
     def policy(self) -> Policy:
-        return LayerPolicy(self.name, lambda index, count: Rule(replay=False))
+        return LayerPolicy(self)
+
+    def layer_rule(self, index: int, num_layers: int) -> Rule:
+        return Rule(replay=False)
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,10 @@ class Full:
     name: ClassVar[str] = "full"
 
     def policy(self) -> Policy:
-        return LayerPolicy(self.name, lambda index, count: Rule(replay=True))
+        return LayerPolicy(self)
+
+    def layer_rule(self, index: int, num_layers: int) -> Rule:
+        return Rule(replay=True)
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,10 @@ class EveryN:
         _check_count("every_n", "n", self.n)
 
     def policy(self) -> Policy:
-        return LayerPolicy(self.name, lambda index, count: Rule(replay=index % self.n == 0))
+        return LayerPolicy(self)
+
+    def layer_rule(self, index: int, num_layers: int) -> Rule:
+        return Rule(replay=index % self.n == 0)
 
 
 @dataclass(frozen=True)
@@ -77,11 +86,11 @@ class Segments:
             raise ValueError(f"segments: inner={self.inner!r} is unknown; it is keep or replay")
 
     def policy(self) -> Policy:
-        def rule(index: int, count: int) -> Rule:
-            size = max(1, round(math.sqrt(count))) if self.size == "auto" else self.size
-            return Rule(replay=True, segment=index // size, inner=self.inner)
+        return LayerPolicy(self)
 
-        return LayerPolicy(self.name, rule)
+    def layer_rule(self, index: int, num_layers: int) -> Rule:
+        size = max(1, round(math.sqrt(num_layers))) if self.size == "auto" else self.size
+        return Rule(replay=True, segment=index // size, inner=self.inner)
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,35 @@ class Selective:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """Move what is kept off the device, and bring it back before backward needs it. The last layer's stays.
+
+    target: "host" (pinned memory beside a GPU) or "disk" (an unnamed file in `directory`, by default the system's
+        temporary folder).
+    what: "inputs": each layer's input, as `full`; "kept": the outputs that `selective` would keep.
+    keep: for `kept`, the keep-list of `selective`.
+    """
+
+    target: str = "host"
+    what: str = "inputs"
+    keep: str = "attention"
+    directory: str | None = None
+    name: ClassVar[str] = "offload"
+
+    def __post_init__(self):
+        if self.target not in ("host", "disk"):
+            raise ValueError(f"offload: target={self.target!r} is unknown; it is host or disk")
+        if self.what not in ("inputs", "kept"):
+            raise ValueError(f"offload: what={self.what!r} is unknown; it is inputs or kept")
+        if self.directory is not None and self.target != "disk":
+            raise ValueError("offload: directory goes with target=disk")
+        Selective(self.keep)
+
+    def policy(self) -> Policy:
+        return OffloadPolicy(self)
+
+
+@dataclass(frozen=True)
 class FromPlan:
     """A saved plan."""
 
@@ -132,23 +170,20 @@ class FromPlan:
 
 
 class LayerPolicy:
-    """Decides by layer only."""
+    """Decides by layer only, as the strategy's `layer_rule` says."""
 
-    def __init__(self, name: str, rule):
-        self.name = name
-        self._rule = rule
+    def __init__(self, strategy):
+        self.name = strategy.name
+        self._strategy = strategy
 
     def rule(self, index: int, num_layers: int) -> Rule:
-        return self._rule(index, num_layers)
+        return self._strategy.layer_rule(index, num_layers)
 
     def decide(self, index: int, op: Op) -> Decision | None:
         return Decision.RECOMPUTE
 
     def complaint(self, seen, matched, dynamic) -> str | None:
         return None
-
-    def __deepcopy__(self, memo):
-        return self  # immutable
 
 
 class KeepPolicy:
@@ -198,6 +233,31 @@ class KeepPolicy:
         )
 
 
+class OffloadPolicy:
+    """Replay all layers; what they hold in between lives off the device, the last layer's excepted."""
+
+    def __init__(self, strategy: Offload):
+        self.name = strategy.name
+        self.strategy = strategy
+        self.offload = {"target": strategy.target, "directory": strategy.directory}
+        self._keep = KeepPolicy(Selective(strategy.keep))
+        self._num_layers = 0
+
+    def rule(self, index: int, num_layers: int) -> Rule:
+        self._num_layers = num_layers
+        inputs = self.strategy.what == "inputs"
+        return Rule(replay=True, offload_input=inputs and index < num_layers - 1)
+
+    def decide(self, index: int, op: Op) -> Decision | None:
+        if self.strategy.what == "inputs":
+            return Decision.RECOMPUTE
+        decision = self._keep.decide(index, op)
+        return Decision.OFFLOAD if decision is Decision.KEEP and index < self._num_layers - 1 else decision
+
+    def complaint(self, seen, matched, dynamic) -> str | None:
+        return self._keep.complaint(seen, matched, dynamic) if self.strategy.what == "kept" else None
+
+
 def is_quadratic(op: Op) -> bool:
     """True for a batched matmul whose output is wider than the dimension it sums over, such as attention scores (T x T
     from head_dim): dear to keep, cheap to make again."""
@@ -209,7 +269,7 @@ def _fits(pattern: str, key: OpKey) -> bool:
     return fnmatch.fnmatchcase(key.op, pattern) or fnmatch.fnmatchcase(str(key), pattern)
 
 
-STRATEGIES = {cls.name: cls for cls in (KeepAll, Full, EveryN, Segments, Selective, FromPlan)}
+STRATEGIES = {cls.name: cls for cls in (KeepAll, Full, EveryN, Segments, Selective, Offload, FromPlan)}
 
 
 def make(name: str, **settings):

@@ -53,6 +53,10 @@ class Call:
                 return True
         return False
 
+    def is_direct(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor is an argument itself, not inside a container."""
+        return any(value is tensor for value in (*self._args, *self._kwargs.values()))
+
     def first(self):
         """Run with the caller's own containers; keep copies of what they were."""
         args, kwargs = self._args, self._kwargs

@@ -8,6 +8,7 @@ tensors only make the replay cheaper; whenever a call turns out to differ from i
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ from ckpt.engine.modes import Capture, Replay
 from ckpt.engine.outside import WriteNothingOutside
 from ckpt.engine.program import Pack, Program, Stage
 from ckpt.engine.record import Op, Record, Recorder, TensorMeta
+from ckpt.engine.store import Ticket
+from ckpt.plan import Decision
 
 if TYPE_CHECKING:
     from ckpt.engine.region import Region
@@ -40,10 +43,23 @@ class _Finished(BaseException):
 class _Late:
     """A saved tensor of a recorded call, whose fate is known when the call ends."""
 
-    __slots__ = ("n", "value", "version")
+    __slots__ = ("n", "value", "version", "away")
 
     def __init__(self, n: int, value: torch.Tensor):
-        self.n, self.value, self.version = n, value, value._version
+        self.n, self.value, self.version, self.away = n, value, value._version, None
+
+
+class _Away:
+    """A saved tensor whose storage is off the device."""
+
+    __slots__ = ("_ticket", "_geometry")
+
+    def __init__(self, ticket: Ticket, tensor: torch.Tensor):
+        self._ticket = ticket
+        self._geometry = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def fetch(self) -> torch.Tensor:
+        return self._ticket.view(*self._geometry)
 
 
 class Frame:
@@ -57,6 +73,8 @@ class Frame:
         self.rng: GeneratorStates | None = None
         self.count = 0  # tensors packed
         self.held: dict[int, tuple[torch.Tensor, int]] = {}  # storage -> (tensor, version), what replays are fed with
+        self._tickets: dict[int, Ticket] = {}  # storage -> what is held off the device
+        self._group = None if region.store is None else region.store.open_group()
         self._late: list[_Late] = []
         self._candidates: dict[int, torch.Tensor] = {}  # storage -> output, while recording
         self._state: list[tuple[torch.Tensor, int, int | None]] = []  # parameter or buffer, version, storage number
@@ -96,16 +114,16 @@ class Frame:
             self._state = [(t, t._version, s) for t, s in zip(state, record.state, strict=True)]
 
     def record(self, decide):
-        """Run the layer while recording it. `decide(op) -> bool` says whether to keep an op's outputs.
+        """Run the layer while recording it. `decide(op) -> Decision` says what to do with an op's outputs.
 
         Return (output, record, decisions by op index). The caller builds the program and calls `settle`."""
         self.rng = GeneratorStates.capture(self.call.device)
-        decisions: dict[int, bool] = {}
+        decisions: dict[int, Decision] = {}
         held = self._candidates
 
         def on_output(op: Op, out):
             decisions[op.index] = decide(op)
-            if decisions[op.index]:
+            if decisions[op.index] is not Decision.RECOMPUTE:
                 for meta, tensor in zip(op.outputs, [out] if op.single_output else out, strict=True):
                     if meta is not None and meta.storage in op.makes:
                         held.setdefault(meta.storage, tensor.detach())
@@ -132,12 +150,15 @@ class Frame:
         self._shapes = [(s.shape, s.dtype) for s in program.record.saved]
         self._stages_left = len(program.stages)
         for late, code in zip(self._late, program.packs, strict=True):
-            if code is FEED:
-                self._hold(program.record.saved[late.n].storage, late.value)
-            elif code is DROP:
+            storage = program.record.saved[late.n].storage
+            if code is DROP:
                 late.value = None
+            elif code is not PASS and storage in program.away:
+                late.away, late.value = self._send_away(storage, late.value), None
+            elif code is FEED:
+                self.hold(storage, late.value)
         for storage in program.captures:
-            self._hold(storage, self._candidates[storage])
+            self.hold(storage, self._candidates[storage])
         self._late = []
         # Emptied, not replaced: autograd holds the recording hooks, and through them this dict, until backward.
         self._candidates.clear()
@@ -159,8 +180,12 @@ class Frame:
             return n
         version = tensor._version
         value = tensor if tensor.is_leaf else tensor.detach()
+        if code is not PASS and program.away:
+            storage = program.record.saved[n].storage
+            if storage in program.away:
+                return self._send_away(storage, value)
         if code is FEED:
-            self._hold(program.record.saved[n].storage, value)
+            self.hold(program.record.saved[n].storage, value)
         return value, version
 
     def _pack_loosely(self, n: int, tensor: torch.Tensor):
@@ -173,8 +198,43 @@ class Frame:
         self.held.clear()
         self.region.becomes_dynamic(reason)
 
-    def _hold(self, storage: int, tensor: torch.Tensor) -> None:
-        self.held.setdefault(storage, (tensor, tensor._version))
+    def hold(self, storage: int, tensor: torch.Tensor) -> None:
+        """Hold a storage to feed replays with, on the device or off it as the program says."""
+        if storage in self.program.away:
+            self._send_away(storage, tensor)
+        else:
+            self.held.setdefault(storage, (tensor, tensor._version))
+
+    def send_input_away(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Send the layer's input off the device; return what brings it back."""
+        away, needs_grad = _Away(self.region.store.put(tensor, self._group), tensor), tensor.requires_grad
+        return lambda: away.fetch().requires_grad_(needs_grad)
+
+    def _send_away(self, storage: int, tensor: torch.Tensor) -> _Away:
+        if storage not in self._tickets:
+            self._tickets[storage] = self.region.store.put(tensor, self._group)
+        return _Away(self._tickets[storage], tensor)
+
+    def _bring_back(self, stage: Stage) -> bool:
+        """Hold on the device what the stage is fed with. False if some of it is gone."""
+        for storage in stage.fed_storages - self.held.keys():
+            if storage not in self._tickets:
+                return False
+            record = self.program.record
+            made = record.ops[record.producer[storage]].outputs
+            dtype = next(o.dtype for o in made if o is not None and o.storage == storage)
+            flat = self._tickets[storage].fetch().view(dtype)
+            self.held[storage] = flat, flat._version
+        return True
+
+    def _let_go(self, stage: Stage) -> None:
+        """After a stage: what was brought back for it need not stay; after the last, nothing need."""
+        self._stages_left -= 1
+        for storage in stage.fed_storages & self._tickets.keys():
+            self.held.pop(storage, None)
+        if self._stages_left <= 0:
+            self.held.clear()
+            self._tickets.clear()
 
     def held_as(self, meta: TensorMeta) -> torch.Tensor:
         """Return the held storage as the tensor that the recorded op returned."""
@@ -196,7 +256,7 @@ class Frame:
             hooks = [
                 # First of the module's hooks, as the recorder was: later ones may return something else.
                 self.region.layer.get_submodule(name).register_forward_hook(
-                    lambda module, args, output, storage=storage: self._hold(storage, output.detach()), prepend=True
+                    lambda module, args, output, storage=storage: self.hold(storage, output.detach()), prepend=True
                 )
                 for storage, name in captures.items()
             ]
@@ -215,10 +275,14 @@ class Frame:
         if type(packed) is int:
             return self.fetch(packed)
         if type(packed) is _Late:
+            if packed.away is not None:
+                return packed.away.fetch()
             if packed.value is None:
                 return self.fetch(packed.n)
             self._check_version(packed.value, packed.version)
             return packed.value
+        if type(packed) is _Away:
+            return packed.fetch()
         self._check_version(*packed)
         return packed[0]
 
@@ -248,16 +312,14 @@ class Frame:
         program = self.program
         if program is not None:
             stage = program.stages[program.stage_of[n]]
-            if all(storage in self.held for storage in stage.fed_storages):
+            if self._bring_back(stage):
                 try:
                     self.replay(stage)
                 except Mismatch:
                     self._made.clear()
                     self.region.becomes_dynamic("a replay ran other ops than the recorded call")
                 else:
-                    self._stages_left -= 1
-                    if self._stages_left <= 0:
-                        self.held.clear()
+                    self._let_go(stage)
                     return
         self.replay(None)
 
@@ -306,7 +368,8 @@ class Frame:
                 f"{region.name}: the forward saved {last + 1} tensors or more, its replay {count + 1}. "
                 "The layer does not do the same when run again."
             )
-        region.count_replay(stage, mode if isinstance(mode, Replay) else None, program)
+        is_first = stage is None or self._stages_left == len(program.stages)
+        region.count_replay(stage, mode if isinstance(mode, Replay) else None, program, is_first)
         return output
 
     def _shield(self, stage: Stage | None):

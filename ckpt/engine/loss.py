@@ -46,12 +46,15 @@ class Switch:
     depth: int = 0
     calls: int = 0
     row_checked: bool = False
+    compiled: bool = False
     said: bool = False
     stats: Stats = dataclasses.field(default_factory=Stats)
 
     def outcome(self) -> tuple[str, str]:
         """Return the mode of the last call with labels, and the reason for it."""
         stats = self.stats
+        if self.compiled:
+            return _FULL, "torch.compile traced the model"
         if not self.calls:
             return _NOT_RUN, "no call with labels yet"
         if stats.refused:
@@ -194,6 +197,9 @@ class _OwnerForward(_InstanceForward):
         switch = self.switch
         if labels is None or not switch.active:
             return self.run_original(*args, **kwargs)
+        if torch.compiler.is_compiling():  # nothing is counted: a count that dynamo reads means a new graph every call
+            switch.compiled = True
+            return self.run_original(*args, **kwargs)
         if not switch.depth:
             switch.calls += 1
             switch.stats = Stats(switch.chunk_tokens)
@@ -231,8 +237,6 @@ class _HeadForward(_InstanceForward):
     def _reason_against(self, args: tuple, kwargs: dict[str, Any]) -> str | None:
         """Say why this call must return ordinary logits, or None."""
         head = self._module()
-        if torch.compiler.is_compiling():
-            return "torch.compile traces the head"
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return "the head is called with more than hidden states"
         if args[0].dim() < 2 or not args[0].numel():

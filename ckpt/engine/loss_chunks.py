@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from ckpt.engine.loops import turns
 from ckpt.engine.loss_heads import HeadCall, Operation, accumulation_dtype
 
 # 512 tokens are enough for full GEMM speed (one Xeon core, V=32,000, D=256 and 1024: 256 to 1024 tokens within 5%).
@@ -126,11 +127,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             )
         of_hidden, of_head = ctx.gradients
         ctx.gradients = None
-        if of_hidden is not None:
-            of_hidden.mul_(incoming)
-        # Scaled before the cast: a bf16 head's gradient is rounded once.
-        scaled = [total.mul_(incoming).to(dtype) for total, dtype in zip(of_head, ctx.dtypes, strict=True)]
-        return None, of_hidden, None, *scaled
+        # Scaled before the cast: a bf16 head's gradient is rounded once. Where looking is free, 1 is not multiplied.
+        look = incoming.device.type == "cpu" and not isinstance(incoming, FakeTensor)
+        if not (look and incoming.item() == 1):
+            for gradient in (of_hidden, *of_head):
+                if gradient is not None:
+                    gradient.mul_(incoming)
+        return None, of_hidden, None, *(total.to(dtype) for total, dtype in zip(of_head, ctx.dtypes, strict=True))
 
 
 def _run(
@@ -150,7 +153,7 @@ def _run(
         make = torch.empty_like if rows is None else torch.zeros_like
         of_hidden = make(hidden, memory_format=torch.contiguous_format)
 
-    for start in starts:
+    for start in turns(starts, hidden):
         span = slice(start, min(start + job.chunk_tokens, num_rows))
         chosen = span if rows is None else rows[span]
         x, y = hidden[chosen], target[chosen]
@@ -183,8 +186,7 @@ def softmax_(
     size = max(1, budget // (vocab_size * exact.itemsize))
     losses = torch.empty(num_rows, dtype=exact, device=logits.device)
     blocks = range(0, num_rows, size)
-    # Every block has the same memory pattern: on fake tensors one is enough to know the peak.
-    for start in blocks[:1] if isinstance(logits, FakeTensor) else blocks:
+    for start in turns(blocks, logits):
         span = slice(start, start + size)
         block, index = logits[span], target[span].unsqueeze(1)
         values = block.to(exact)

@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ckpt.engine.loops import turns
+
 Operation = Callable[[Tensor], Tensor]
 """What the model does to its logits, row by row: (..., V) -> (..., V')."""
 PullBack = Callable[[Tensor], Tensor]
@@ -134,7 +136,7 @@ class HeadCall:
         return logits
 
     def row_independence_error(self, hidden: Tensor) -> str | None:
-        """Say why rows cannot be computed apart from others, or None. Tries four rows; a plain linear layer needs none."""
+        """Say why rows cannot be computed apart, or None. Tries four rows; a plain linear layer needs no trial."""
         if self.linear() is not None or isinstance(hidden, FakeTensor):
             return None
         rows = hidden.detach().reshape(-1, hidden.shape[-1])[:4]
@@ -181,12 +183,13 @@ class _LinearChunks:
         self._operations = () if _only_widens(operations, self._dtype) else tuple(operations)
         self._want_grad = want_grad
         self._buffer: Tensor | None = None
+        self._is_first = True
         exact = accumulation_dtype(self._dtype)
         # A sum of many bf16 products in bf16 loses digits with every chunk; one product alone is rounded once anyway.
         total = exact if num_chunks > 1 else self._dtype
         self._weight_grad = self._bias_grad = None
         if want_grad and linear.weight.requires_grad:
-            self._weight_grad = torch.zeros_like(self._weight, dtype=total, memory_format=torch.contiguous_format)
+            self._weight_grad = torch.empty_like(self._weight, dtype=total, memory_format=torch.contiguous_format)
         if want_grad and self._bias is not None and linear.bias.requires_grad:
             self._bias_grad = torch.zeros_like(self._bias, dtype=exact)
 
@@ -223,14 +226,19 @@ class _LinearChunks:
             return gradient @ self._weight
 
     def _add_weight_gradient(self, hidden: Tensor, gradient: Tensor) -> None:
+        add, self._is_first = not self._is_first, False
         if self._weight_grad.dtype == self._dtype:
-            self._weight_grad.addmm_(gradient.t(), hidden)
+            total = self._weight_grad
+            torch.addmm(total, gradient.t(), hidden, beta=int(add), out=total)
             return
-        for start in range(0, self._weight_grad.shape[0], _VOCAB_BLOCK):
-            block = slice(start, start + _VOCAB_BLOCK)
-            self._weight_grad[block].add_(gradient[:, block].t() @ hidden)
+        for start in turns(range(0, self._weight_grad.shape[0], _VOCAB_BLOCK), gradient):
+            total = self._weight_grad[start : start + _VOCAB_BLOCK]
+            part = gradient[:, start : start + _VOCAB_BLOCK].t() @ hidden
+            total.add_(part) if add else total.copy_(part)
 
     def gradients(self) -> list[Tensor]:
+        if self._is_first and self._weight_grad is not None:
+            self._weight_grad.zero_()
         return [gradient for gradient in (self._weight_grad, self._bias_grad) if gradient is not None]
 
 

@@ -104,5 +104,5 @@ class Capture(TorchDispatchMode):
             op = self._ops[index]
             for meta, tensor in zip(op.outputs, [out] if op.single_output else out, strict=True):
                 if meta is not None and meta.storage in self._storages:
-                    self._frame._hold(meta.storage, tensor.detach())
+                    self._frame.hold(meta.storage, tensor.detach())
         return out

@@ -16,15 +16,16 @@ Safety rules, each learned from a wrong gradient or a crash (see TERRAIN in the 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 from ckpt.engine.actions import Feed, RunOnCopies, Skip, SkipWrite
+from ckpt.engine.liveness import Analysis, liveness, split_stages
 from ckpt.engine.ops import Unreplayable
 from ckpt.engine.outside import is_outside, needed_ops, outside_reads, overwritten_after_read, writes_outside
 from ckpt.engine.record import ARG, CAST, EXTERNAL, Op, Record
+from ckpt.plan import Decision
 
 
 class Pack(IntEnum):
@@ -59,8 +60,10 @@ class Program:
     stages: list[Stage]
     stage_of: dict[int, int]
     captures: dict[int, str | None]  # storage -> module whose output it is (None: only a dispatch mode sees it)
-    kept_bytes: int
-    kept_ops: frozenset[int]
+    away: frozenset[int]  # storages that are held off the device
+    kept_bytes: int  # on the device
+    away_bytes: int
+    kept_ops: frozenset[int]  # held, on the device or off it
     demoted: dict[int, str]  # op index -> why a keep decision could not be used
     outside_reads: frozenset[int]  # the same of a plain replay
     writes_outside: bool
@@ -79,39 +82,42 @@ class Program:
 
 
 def build_program(
-    record: Record, keep: Mapping[int, bool], dropped_args: frozenset[int] = frozenset(), stages=None
+    record: Record, decisions: Mapping[int, Decision], dropped_args: frozenset[int] = frozenset(), split: bool = True
 ) -> Program:
     """Build the program of one layer call.
 
     Args:
         record: the layer's record.
-        keep: by op index, True where the policy keeps the op's outputs. Missing means recompute.
-        dropped_args: numbers of the layer's tensor arguments that can be made again and are not to be held.
-        stages: groups of pack numbers to replay apart, in any order; None replays all at once.
+        decisions: by op index, what the policy does with the op's outputs. Missing means recompute.
+        dropped_args: numbers of the layer's tensor arguments that can be brought back and are not to be held.
+        split: replay parts of the layer apart where that repeats no FLOPs.
 
     Raises:
         Unreplayable: if the layer overwrites a buffer or an argument that a replay would have to read as it was.
     """
-    analysis = _Analysis(record, keep)
+    analysis = Analysis(record, decisions)
     packs = [_pack_code(record, s.storage, analysis.kept, dropped_args) for s in record.saved]
     dropped = [n for n, code in enumerate(packs) if code is Pack.DROP]
     if all(record.producer[record.saved[n].storage] == CAST for n in dropped):
         # Nothing else needs a replay, so parameters in another dtype are not worth one.
         packs, dropped = [Pack.PASS if code is Pack.DROP else code for code in packs], []
-    groups = [frozenset(g) & frozenset(dropped) for g in stages] if stages else [frozenset(dropped)]
+    groups = split_stages(record, analysis, dropped) if split else [frozenset(dropped)]
     built = [_build_stage(record, analysis, group) for group in groups if group]
     if built:
         _refuse_overwritten(record)
     fed = frozenset().union(*(stage.fed_storages for stage in built))
     captures = _mark_sources(record, packs, fed)
     held = {record.saved[n].storage for n, code in enumerate(packs) if code in (Pack.KEEP, Pack.FEED)} | set(captures)
+    away = frozenset(held & analysis.away)
     return Program(
         record=record,
         packs=packs,
         stages=built,
         stage_of={n: k for k, stage in enumerate(built) for n in stage.wanted},
         captures=captures,
-        kept_bytes=sum(record.storage_bytes[s] for s in held),
+        away=away,
+        kept_bytes=sum(record.storage_bytes[s] for s in held - away),
+        away_bytes=sum(record.storage_bytes[s] for s in away),
         kept_ops=frozenset(record.producer[s] for s in held),
         demoted=analysis.demoted,
         outside_reads=outside_reads(record, needed_ops(record)),
@@ -149,110 +155,34 @@ def _pack_code(record: Record, storage: int, kept: set[int], dropped_args: froze
     return Pack.KEEP if storage in kept else Pack.DROP
 
 
-class _Analysis:
-    """Which storages are kept, and which of them may stand in for their op on replay."""
-
-    def __init__(self, record: Record, keep: Mapping[int, bool]):
-        self.kept = {s for op in record.ops if keep.get(op.index) for s in op.makes}
-        self.demoted: dict[int, str] = {}
-        self.readers, self.writers = record.reads_and_writes()
-        self.feedable = set()
-        for s in self.kept:
-            reason = self._not_feedable(record, s)
-            if reason is None:
-                self.feedable.add(s)
-            else:
-                self.demoted[record.producer[s]] = reason
-
-    def _not_feedable(self, record: Record, storage: int) -> str | None:
-        if record.custom_functions:
-            return "a Python autograd.Function takes part in this layer"
-        if record.bypasses:
-            return f"values leave torch's sight in this layer ({record.bypasses[0]})"
-        producer = record.ops[record.producer[storage]]
-        writers = [record.ops[i] for i in self.writers[storage]]
-        if producer.is_random or any(w.is_random for w in writers):
-            return "drawn from a generator"
-        if producer.is_data_dependent:
-            return "its shape depends on data"
-        if not writers:
-            return None
-        if len(producer.makes) > 1:
-            return "written in place, and made together with other tensors"
-        last = writers[-1].index
-        if any(r < last for r in self.readers[storage]):
-            return "read before it is written in place"
-        if any(s.storage == storage and s.at <= last for s in record.saved):
-            return "saved before it is written in place"
-        if any(len(w.writes) > 1 or not w.single_output for w in writers):
-            return "written in place by an op of several outputs"
-        return None
-
-
-def _build_stage(record: Record, analysis: _Analysis, wanted: frozenset[int]) -> Stage:
-    saved = record.saved
+def _build_stage(record: Record, analysis: Analysis, wanted: frozenset[int]) -> Stage:
     stage = Stage(wanted=wanted, last=max(wanted))
-    end = max(saved[n].at for n in wanted)
+    end = max(record.saved[n].at for n in wanted)
     if record.is_opaque:
         return _run_all(record, stage, end)
-    wanted_after: dict[int, list[int]] = defaultdict(list)
-    for n in wanted:
-        wanted_after[saved[n].at].append(saved[n].storage)
-    for at, storage in record.python_reads:
-        wanted_after[at].append(storage)
-    needed: set[int] = set()
-    real: set[int] = set()  # storages with data on replay
-    fed_all: set[int] = set()
-    live: dict[int, bool] = {}
-    random_follows = False
-    for op in reversed(record.ops[:end]):
-        needed.update(wanted_after[op.index + 1])
-        asked = needed.intersection(op.makes)
-        if asked and asked <= analysis.feedable and not (op.is_random and random_follows):
-            stage.actions[op.index] = Feed(op, asked)
-            fed_all |= asked
-            real |= asked
-            needed -= asked
-            live[op.index] = False
-            continue
-        writes_fed = any(s in analysis.feedable for s in op.writes)
-        runs = (
-            op.is_data_dependent
-            or bool(asked)
-            or (not writes_fed and any(s in needed and not is_outside(record, s) for s in op.writes))
-            or (op.is_random and random_follows)
-            or (not op.writes and all(o is None for o in op.outputs))
-            or (len(op.writes) > 1 and not all(is_outside(record, s) for s in op.writes))  # all of it or nothing
-        )
-        live[op.index] = runs
-        if runs:
-            needed.update(op.reads)
-            real.update(op.makes)
-            random_follows = random_follows or op.is_random
-        needed.difference_update(op.makes)
-    outside = {s for s, p in enumerate(record.producer) if p < 0}
-    real |= outside
-    skipped_flops = 0
-    stage.runs = tuple(op.index for op in record.ops[:end] if live[op.index] and not op.is_view)
+    live = liveness(record, analysis, wanted)
+    stage.runs = tuple(op.index for op in record.ops[:end] if live.runs[op.index] and not op.is_view)
     stage.flops = sum(record.ops[i].flops for i in stage.runs)
+    skipped_flops = 0
     for op in record.ops[:end]:
-        if op.index in stage.actions:
+        if op.index in live.fed:
+            stage.actions[op.index] = Feed(op, live.fed[op.index])
             skipped_flops += op.flops
             stage.needs_mode = True
         elif op.is_view:
-            if not all(s in real for s in op.reads):
+            if not all(s in live.real for s in op.reads):
                 stage.actions[op.index] = Skip(op)
-        elif live[op.index]:
+        elif live.runs[op.index]:
             if writes_outside(record, op):
                 stage.actions[op.index] = RunOnCopies(op)
                 stage.needs_mode = True
         else:
             stage.needs_mode = stage.needs_mode or writes_outside(record, op)
-            stage.actions[op.index] = _skip(op, fed_all, real)
+            stage.actions[op.index] = _skip(op, live.fed_storages, live.real)
             skipped_flops += op.flops
     stage.needs_mode = stage.needs_mode or skipped_flops > 0
-    stage.fed_storages = frozenset(fed_all)
-    stage.outside_reads = outside_reads(record, [op for op in record.ops[:end] if live[op.index]])
+    stage.fed_storages = frozenset(live.fed_storages)
+    stage.outside_reads = outside_reads(record, [op for op in record.ops[:end] if live.runs[op.index]])
     if not stage.needs_mode:
         stage.actions.clear()
     return stage

@@ -18,6 +18,7 @@ from ckpt.engine.ops import Unreplayable
 from ckpt.engine.program import Program, build_program
 from ckpt.engine.record import Op
 from ckpt.engine.segments import Link, SegmentTail
+from ckpt.engine.store import Store
 from ckpt.plan import Decision
 
 # Batches of many lengths each need a record of their own; beyond this many the oldest is forgotten and recorded again.
@@ -35,7 +36,8 @@ class Counts:
     flops_run_again: int = 0
     ops_seen: int = 0
     ops_kept: int = 0
-    kept_bytes: int = 0  # of the latest call
+    kept_bytes: int = 0  # of the latest call, on the device
+    away_bytes: int = 0  # of the latest call, off the device, its input included
     demoted: Counter = field(default_factory=Counter)
     undecided: int = 0
 
@@ -50,9 +52,18 @@ class Region:
         self.decide = decide
         self.segment: SegmentTail | None = None
         self.is_last_of_segment = False
+        self.store: Store | None = None  # where offloaded tensors go
+        self.offloads_input = False
         self.keep_cache = bool(getattr(layer, "_can_checkpoint_with_cache", False))
         self.dynamic_because: str | None = None
         self._fresh()
+
+    @property
+    def surroundings(self) -> Surroundings:
+        """Made at first use: while a model is copied, its layers are not complete."""
+        if self._surroundings is None:
+            self._surroundings = Surroundings(self.layer)
+        return self._surroundings
 
     def _fresh(self) -> None:
         self.counts = Counts()
@@ -61,45 +72,51 @@ class Region:
         self.op_names: set[str] = set()
         self.keys_seen: set = set()
         self.matched = 0  # ops that the policy keeps or offloads, over all records
-        self.surroundings = Surroundings(self.layer)
+        self._surroundings: Surroundings | None = None
 
     def __getstate__(self):
         # Programs hold placeholders and weak references; a copied or unpickled layer records anew.
-        transient = ("programs", "latest", "counts", "surroundings", "op_names", "keys_seen", "matched")
+        transient = ("programs", "latest", "counts", "_surroundings", "op_names", "keys_seen", "matched")
         return {k: v for k, v in self.__dict__.items() if k not in transient}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
-        self._stale = True
+        self._fresh()
 
     def __call__(self, function, *args):
-        if self.__dict__.pop("_stale", False):
-            self._fresh()
         call = Call(function, args, self.keep_cache)
         settings = self.surroundings.capture(call.device.type)
         tensors = call.tensors()
         linked = None if self.segment is None else self.segment.find(tensors)
-        signature = (call.signature(), settings, linked and linked.position, self._grad_flags())
-        if linked is not None and not call.link(tensors[linked.position], Link(linked.frame, linked.path, linked.inner)):
-            linked = None
-        del tensors
+        position = None if linked is None else linked.position
+        if position is None and self.offloads_input:
+            position = next((k for k, t in enumerate(tensors) if t.is_floating_point() and call.is_direct(t)), None)
+        signature = (call.signature(), settings, position, self._grad_flags())
         self.counts.calls += 1
         program = None if self.dynamic_because else self.programs.get(signature)
         frame = Frame(self, call, settings, program)
+        if linked is not None:
+            if not call.link(tensors[position], Link(linked.frame, linked.path, linked.inner)):
+                position = None
+        elif position is not None:
+            self.counts.away_bytes = tensors[position].untyped_storage().nbytes()
+            call.link(tensors[position], frame.send_input_away(tensors[position]))
+        del tensors
         if program is not None:
             output = frame.run()
         else:
-            output = self._record(frame, signature, frozenset() if linked is None else frozenset([linked.position]))
+            output = self._record(frame, signature, frozenset() if position is None else frozenset([position]))
         if self.segment is not None:
             self.segment.advance(frame, output)
         if frame.program is not None:
             self.counts.kept_bytes = frame.program.kept_bytes
+            self.counts.away_bytes = frame.program.away_bytes + (self.counts.away_bytes if self.offloads_input else 0)
         return output
 
     def _record(self, frame: Frame, signature: tuple, dropped: frozenset[int]):
         self.counts.records += 1
         try:
-            output, record, decisions = frame.record(self._keeps)
+            output, record, decisions = frame.record(self._decision)
             program = build_program(record, decisions, dropped)
         except Unreplayable as error:
             raise Unreplayable(f"{self.name}: {error}") from None
@@ -119,13 +136,13 @@ class Region:
             self.programs[signature] = program
         return output
 
-    def _keeps(self, op: Op) -> bool:
+    def _decision(self, op: Op) -> Decision:
         decision = self.decide(self.index, op)
         if decision is None:
             self.counts.undecided += 1
         elif decision is not Decision.RECOMPUTE:
             self.matched += 1
-        return decision is Decision.KEEP
+        return decision or Decision.RECOMPUTE
 
     def _grad_flags(self) -> tuple[bool, ...]:
         return tuple(p.requires_grad for p in self.layer.parameters())
@@ -136,9 +153,10 @@ class Region:
             self.dynamic_because = reason
             self.programs.clear()
 
-    def count_replay(self, stage, mode, program: Program | None) -> None:
+    def count_replay(self, stage, mode, program: Program | None, is_first: bool = True) -> None:
+        """Count a replay; a layer replayed in parts counts once, with its first part."""
         counts = self.counts
-        counts.replays += 1
+        counts.replays += is_first
         if stage is not None:
             counts.ops_run_again += mode.ops_run if mode is not None else len(stage.runs)
             counts.flops_run_again += stage.flops

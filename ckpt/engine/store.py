@@ -1,0 +1,202 @@
+"""Stores: where offloaded tensors live, and how they come back.
+
+A store takes a tensor's whole storage, so views, slices, transposes and shared storages round-trip exactly, and gives a
+`Ticket`. Buffers are pooled by size: nothing grows from step to step. On CUDA copies run on a stream of their own, to and
+from pinned memory; the compute stream only waits for events. On CPU (and under fake tensors, where nothing is copied) the
+same bookkeeping holds, so what is predicted is what happens: at most one tensor is on its way out at any time, and what was
+offloaded by one layer call is brought back when the layer after it begins its backward.
+
+Ideas: DeepSpeed's and torchtune's activation offloading (pooled pinned buffers, one layer ahead).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import defaultdict
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ckpt import ledger
+from ckpt.engine.media import Disk, Host
+
+
+class Ticket:
+    """One storage that lives off the device. When the last reference dies, its buffer returns to the pool."""
+
+    __slots__ = ("_store", "_slot", "_group", "_device", "_ready", "_live", "num_bytes", "_finalizer", "__weakref__")
+
+    def __init__(self, store: Store, slot, group: Group, device: torch.device, num_bytes: int):
+        self._store, self._slot, self._group, self._device, self.num_bytes = store, slot, group, device, num_bytes
+        self._ready = None  # (bytes, event) on its way back or arrived
+        self._live: weakref.ref | None = None
+        self._finalizer = weakref.finalize(self, store._give_back, num_bytes, slot)
+
+    def prefetch(self) -> None:
+        if self._ready is None and self._on_device() is None:
+            self._ready = self._store._bring_back(self._slot, self.num_bytes, self._device)
+
+    def fetch(self) -> torch.Tensor:
+        """Return the storage's bytes, (num_bytes,) uint8 on the device. Starts bringing back the layer before."""
+        tensor = self._on_device()
+        if tensor is None:
+            self.prefetch()
+            self._group.prefetch_previous()
+            tensor, event = self._ready
+            self._ready = None
+            self._store._wait(event)
+            self._live = weakref.ref(tensor)
+        return tensor
+
+    def view(self, dtype: torch.dtype, shape, stride, offset: int) -> torch.Tensor:
+        """Return a tensor of the given geometry over the storage; `offset` counts elements."""
+        return self.fetch().view(dtype).as_strided(shape, stride, offset)
+
+    def _on_device(self) -> torch.Tensor | None:
+        return None if self._live is None else self._live()
+
+
+class Group:
+    """The tickets of one layer call, and the call before."""
+
+    def __init__(self, previous: Group | None):
+        self._previous = None if previous is None else weakref.ref(previous)
+        self._tickets: list[weakref.ref] = []
+
+    def add(self, ticket: Ticket) -> None:
+        self._tickets.append(weakref.ref(ticket))
+
+    def prefetch_previous(self) -> None:
+        previous = None if self._previous is None else self._previous()
+        if previous is None:
+            return
+        for reference in previous._tickets:
+            ticket = reference()
+            if ticket is not None:
+                ticket.prefetch()
+
+
+class Store:
+    """Takes storages off the device. `target`: "host" or "disk" (a file in `directory`)."""
+
+    def __init__(self, target: str, directory: str | None = None):
+        if target not in ("host", "disk"):
+            raise ValueError(f"offload: target={target!r} is unknown; it is host or disk")
+        self.target, self.directory = target, directory
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self._medium = None
+        self._pool: dict[int, list] = defaultdict(list)
+        self._latest: weakref.ref | None = None
+        self._leaving = None  # (tensor, event): the one tensor on its way out
+        self.moved_bytes = 0
+        self.bytes_now = 0
+        self.peak_bytes = 0
+        self._stalls: list = []
+        self._stall_seconds = 0.0
+
+    def __getstate__(self):
+        return {"target": self.target, "directory": self.directory}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._fresh()
+
+    def open_group(self) -> Group:
+        """Begin a layer call's group."""
+        group = Group(None if self._latest is None else self._latest())
+        self._latest = weakref.ref(group)
+        return group
+
+    def put(self, tensor: torch.Tensor, group: Group) -> Ticket:
+        """Send the tensor's storage away. The caller lets go of the tensor; the copy holds it as long as it must."""
+        self._settle()
+        num_bytes = tensor.untyped_storage().nbytes()
+        fake = isinstance(tensor, FakeTensor)
+        slot = None if fake else self._take(num_bytes, tensor.device)
+        ticket = Ticket(self, slot, group, tensor.device, num_bytes)
+        group.add(ticket)
+        if fake:
+            self._leaving = (tensor, None)
+        else:
+            self._leaving = (tensor, self._medium.write(slot, whole_storage(tensor)))
+        self.moved_bytes += num_bytes
+        self._note(num_bytes)
+        return ticket
+
+    def end_of_forward(self) -> None:
+        """Let go of the last tensor on its way out."""
+        self._settle()
+
+    @property
+    def stall_seconds(self) -> float:
+        """Time that compute waited for tensors to come back."""
+        if self._medium is not None:
+            self._stall_seconds += self._medium.resolve_stalls(self._stalls)
+            self._stalls.clear()
+        return self._stall_seconds
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raise RuntimeError if `num_bytes` do not fit the host's memory or the disk."""
+        self._open(torch.device("cpu")).check_room(num_bytes)
+
+    def close(self) -> None:
+        """Free all buffers. Tickets that are still out become useless."""
+        if self._medium is not None:
+            self._medium.close()
+        self._fresh()
+
+    def _open(self, device: torch.device):
+        if self._medium is None:
+            self._medium = Host(device) if self.target == "host" else Disk(self.directory, device)
+        return self._medium
+
+    def _take(self, num_bytes: int, device: torch.device):
+        medium = self._open(device)
+        free = self._pool[num_bytes]
+        if free:
+            return free.pop()
+        with _disable_current_modes():  # host buffers are not device memory: no ledger counts them
+            return medium.new_slot(num_bytes)
+
+    def _give_back(self, num_bytes: int, slot) -> None:
+        self._note(-num_bytes)
+        if slot is not None and self._medium is not None:
+            self._pool[num_bytes].append(slot)
+
+    def _bring_back(self, slot, num_bytes: int, device: torch.device):
+        target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return target, None if slot is None else self._medium.read(slot, target)
+
+    def _wait(self, event) -> None:
+        if event is None:
+            return
+        start = time.perf_counter()
+        token = self._medium.wait(event)
+        if token is not None:
+            self._stalls.append(token)
+        else:
+            self._stall_seconds += time.perf_counter() - start
+
+    def _settle(self) -> None:
+        if self._leaving is not None:
+            _, event = self._leaving
+            if event is not None:
+                self._medium.wait_written(event)
+            self._leaving = None
+
+    def _note(self, delta: int) -> None:
+        self.bytes_now += delta
+        self.peak_bytes = max(self.peak_bytes, self.bytes_now)
+        open_ledger = ledger.current()
+        if open_ledger is not None:
+            open_ledger.note_host(delta)
+
+
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all bytes of the tensor's storage, (nbytes,) uint8."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
