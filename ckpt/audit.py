@@ -17,9 +17,9 @@ class LayerAudit:
     ops: op calls of a forward. ops_kept: of which outputs are held. ops_run_again: summed over all replays.
     kept_bytes: held on the device from the latest forward to its backward, beside the layer's input. away_bytes: held
     off it, the input included.
-    undecided: ops that the policy says nothing of (they are recomputed), over all recorded calls. unmatched: keys of a
-    plan that found no op. demoted: keep decisions that could not make the
-    replay cheaper, by reason.
+    undecided: ops that the policy says nothing of (they are recomputed), over all recorded calls.
+    unmatched: keys of a plan that found no op.
+    demoted: keep decisions that could not make the replay cheaper, by reason.
     """
 
     index: int
@@ -40,6 +40,8 @@ class LayerAudit:
 
 @dataclass(frozen=True)
 class Audit:
+    """What a strategy did, layer by layer. Printed, it is a table."""
+
     policy: str
     num_layers: int
     layers: tuple[LayerAudit, ...]
@@ -75,6 +77,7 @@ class Audit:
 
 
 def audit_of(applied: Applied) -> Audit:
+    """Read the counts of a handle's layers."""
     layers = tuple(
         LayerAudit(
             index=region.index,

@@ -202,8 +202,8 @@ def _tile(applied: Applied, model: nn.Module, layers: list[Layer], num_tiles: in
 
 
 def _set_model_flags(applied: Applied, model: nn.Module) -> list[nn.Module]:
-    """Set the flag of models and stacks that carry one, and return them. They use it to turn their cache off; positional
-    caches reach layers otherwise."""
+    """Set the flag of models and stacks that carry one, and return them. They use it to turn their cache off;
+    positional caches reach layers otherwise."""
     flagged = [m for m in model.modules() if not is_native(m) and "gradient_checkpointing" in m.__dict__]
     for module in flagged:
         applied._set(module, "_gradient_checkpointing_func", _run)
