@@ -30,6 +30,7 @@ from recipes.allocator import keep_freed_memory
 from recipes.config import Config, from_dict, to_dict
 from recipes.errors import RunStopped, is_disk_full, is_mistake, one_line
 from recipes.schema import docs
+from recipes.threads import spin_briefly
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("model", "data", "peft", "hardware", "recipe")
@@ -39,14 +40,14 @@ USAGE_ERROR, RUN_FAILED, INTERRUPTED = 2, 1, 130
 def main(task: Callable[[Config], None]) -> None:
     """Compose the config from sys.argv, check it and call `task`; with -m, once a job. Ends the process on an error."""
     argv = sys.argv[1:]
+    spin_briefly()
+    keep_freed_memory()
     failures: list[BaseException] = []
 
     def job(node: DictConfig) -> None:
         # Kept from Hydra, which would print a line of its own before it lets an exception through.
         try:
-            cfg = to_config(node)
-            keep_freed_memory()
-            task(cfg)
+            task(to_config(node))
         except (Exception, KeyboardInterrupt) as error:
             failures.append(error)
 
