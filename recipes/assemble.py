@@ -18,6 +18,7 @@ import ckpt
 from ckpt import strategies
 from ckpt.attention import choose, prepare, watch_masks
 from ckpt.layers import find_layers
+from ckpt.workload import Workload
 from recipes.config import Config
 from recipes.data import Data, build_data
 from recipes.loop import unwrapped
@@ -64,13 +65,28 @@ def apply_strategy(cfg: Config, model: nn.Module, run: RunDir) -> ckpt.Applied:
             f"compile=true with strategy {chosen.name}: compiled layers would ignore what is to be replayed and keep "
             "everything. Use compile=false, or +strategy=none."
         )
-    handle = ckpt.apply(model, strategies.make(chosen.name, **chosen.fields), loss=cfg.loss, tile_mlp=cfg.tile_mlp)
+    strategy = strategies.make(chosen.name, **chosen.fields)
+    handle = ckpt.apply(model, strategy, workload_of(cfg), loss=cfg.loss, tile_mlp=cfg.tile_mlp)
     if chosen.name == "none":
         run.console.say("strategy none: every activation is kept; +strategy=selective replays layers, attention kept")
     if cfg.compile:
         for layer in find_layers(model):
             layer.module.compile()
     return handle
+
+
+def workload_of(cfg: Config) -> Workload:
+    """Return the step that `cfg` asks for, as strategies that plan and predictions need it."""
+    return Workload(
+        batch_size=cfg.batch_size,
+        seq_len=cfg.seq_len,
+        dtype=cfg.dtype,
+        optimizer="adamw",
+        grad_accum=cfg.grad_accum,
+        loss=cfg.loss,
+        tile_mlp=cfg.tile_mlp,
+        packing=cfg.data.packing,
+    )
 
 
 def make_train_state(cfg: Config, model: nn.Module, precision: Precision, data: Data) -> TrainState:

@@ -1,7 +1,7 @@
 """The device that a run trains on, and how strictly it repeats itself.
 
-    device = choose_device("auto")               # cuda where there is one
-    be_deterministic(cfg.deterministic)
+device = choose_device("auto")               # cuda where there is one
+be_deterministic(cfg.deterministic)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(
-            f"device={name}, but torch {torch.__version__} sees no GPU. Use device=cpu, or install a CUDA build of torch."
+            f"device={name}, but torch {torch.__version__} sees no GPU. Use device=cpu, or install torch for CUDA."
         )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)

@@ -1,10 +1,10 @@
 """The training loop, in the order things happen: batch, loss, backward, clip, update, measure, evaluate, log, save.
 
-Owns one optimizer step and what surrounds it. Knows nothing of activation checkpointing: whatever `ckpt.apply` did to the
-model, the loop is the same.
+Owns one optimizer step and what surrounds it. Knows nothing of activation checkpointing: whatever `ckpt.apply` did to
+the model, the loop is the same.
 
-The loss of an optimizer step is the sum of its micro-batches' losses, each divided by the number of labels that count in
-*all* of them (shifted, not -100): `grad_accum` changes memory, never the gradient's meaning, whatever the rows hold.
+The loss of an optimizer step is the sum of its micro-batches' losses, each divided by the number of labels that count
+in *all* of them (shifted, not -100): `grad_accum` changes memory, never the gradient's meaning, whatever the rows hold.
 
     train(cfg, state, data, run, start=0)          # raises RunStopped for NaN and for SIGTERM or Ctrl-C
 """
@@ -58,17 +58,26 @@ def train(cfg: Config, state: TrainState, data: Data, run: RunDir, meter: Meter,
                 metrics["eval_loss"] = evaluate(state.model, data.eval(cfg.eval.batches), scales)
             if last or signalled or "eval_loss" in metrics or step % cfg.log_every == 0:
                 run.log(metrics)
-                run.update(first_loss=state.progress["first_loss"], final_loss=loss, **meter.summary(),
-                           **{name: metrics[name] for name in ("eval_loss",) if name in metrics})
+                run.update(
+                    first_loss=state.progress["first_loss"],
+                    final_loss=loss,
+                    **meter.summary(),
+                    **{name: metrics[name] for name in ("eval_loss",) if name in metrics},
+                )
             tick(step, loss=loss, tokens_per_second=metrics["tokens_per_second"])
             if last or signalled or (cfg.save_every and step % cfg.save_every == 0):
                 state.save(run.train_state, step)
             if signalled and not last:
-                raise RunStopped("interrupted", f"{signalled[0]} after step {step} of {cfg.steps}; its train state is "
-                                                f"saved. Go on with: resume=true name={run.name}")
+                raise RunStopped(
+                    "interrupted",
+                    f"{signalled[0]} after step {step} of {cfg.steps}; its train state is "
+                    f"saved. Go on with: resume=true name={run.name}",
+                )
 
 
-def optimizer_step(state: TrainState, batches: list[Batch], clip: float, scales: bool, step: int) -> tuple[float, float]:
+def optimizer_step(
+    state: TrainState, batches: list[Batch], clip: float, scales: bool, step: int
+) -> tuple[float, float]:
     """Make one optimizer step of micro-batches and return (loss per labelled token, gradient norm before clipping).
 
     Raises RunStopped with status `nan` before anything is updated.
@@ -86,8 +95,11 @@ def optimizer_step(state: TrainState, batches: list[Batch], clip: float, scales:
     loss, norm = loss.item(), norm.item()
     if not math.isfinite(loss) or not math.isfinite(norm):
         state.precision.zero_grad()
-        raise RunStopped("nan", f"loss {loss} with gradient norm {norm} at step {step}; the weights are still those of step "
-                                f"{step - 1}. Lower optim.lr, lengthen optim.warmup, or set optim.clip.")
+        raise RunStopped(
+            "nan",
+            f"loss {loss} with gradient norm {norm} at step {step}; the weights are still those of step "
+            f"{step - 1}. Lower optim.lr, lengthen optim.warmup, or set optim.clip.",
+        )
     if clip and norm > clip:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip, torch.tensor(norm, device=parameters[0].device))
     state.optimizer.step()
@@ -118,7 +130,7 @@ def batch_loss(model: nn.Module, batch: Batch, num_items: int, num_batches: int,
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], scales: bool) -> float | None:
-    """Return the mean loss per labelled token over `batches`; None without any label. Leaves generators and mode alone."""
+    """Return the mean loss per labelled token; None without any label. Leaves generators and the mode alone."""
     generators, training = rng_state(), model.training
     model.eval()
     total, num_items = 0.0, 0
@@ -134,15 +146,19 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], scales: bool) -> float 
 
 @torch.no_grad()
 def loss_takes_num_items(model: nn.Module) -> bool:
-    """Tell whether the model divides its loss by `num_items_in_batch`, by trying: some accept the keyword and ignore it."""
+    """Tell whether the model divides its loss by `num_items_in_batch`, by trying: some accept it and ignore it."""
     accepts = inspect.signature(unwrapped(model).forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD or p.name == "num_items_in_batch" for p in accepts.values()):
         return False
     generators, training = rng_state(), model.training
     model.eval()
     ids = torch.zeros(1, 4, dtype=torch.long, device=device_of(model))
-    by_one, by_two = (model(input_ids=ids, labels=ids, use_cache=False,
-                            num_items_in_batch=torch.tensor(count, device=ids.device)).loss.item() for count in (1, 2))
+    by_one, by_two = (
+        model(
+            input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=torch.tensor(count, device=ids.device)
+        ).loss.item()
+        for count in (1, 2)
+    )
     model.train(training)
     set_rng_state(generators)
     return not math.isclose(by_one, by_two, rel_tol=1e-3)
@@ -152,8 +168,8 @@ def loss_takes_num_items(model: nn.Module) -> bool:
 def until_signal() -> Iterator[list[str]]:
     """Note SIGTERM and SIGINT instead of dying of them; the list yielded then holds the signal's name.
 
-    A second signal ends the step that runs, as KeyboardInterrupt. Outside the main thread, where Python has no handlers,
-    nothing is changed.
+    A second signal ends the step that runs, as KeyboardInterrupt. Outside the main thread, where Python has no
+    handlers, nothing is changed.
     """
     seen: list[str] = []
 

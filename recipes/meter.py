@@ -6,12 +6,12 @@ Owns the clock of a step. Probe steps and the first step of a process are left o
     meter.start(); ...; metrics = meter.stop(batches)        # seconds, tokens, tokens/s, utilization
     meter.flops = StepFlops(...)                             # from a probe step; until then utilization is None
 
-Convention. *Tokens* are those that are not padding. *Model FLOPs* are what a step needs once: forward, and backward without
-anything run again; *hardware FLOPs* are all that ran, replayed layers and the scores that a fused attention backward makes
-again included. Both count contractions alone (a multiply-add is two), causal attention at half of the full matrix, packed
-documents each on its own (`ckpt.flops.CAUSAL_CONVENTION`). Utilization divides by the device's dense peak in the dtype of
-the matmuls. The FLOPs of a probe step are counted op by op; other steps are scaled from it, matmuls by tokens and
-attention by query-key pairs.
+Convention. *Tokens* are those that are not padding. *Model FLOPs* are what a step needs once: forward, and backward
+without anything run again; *hardware FLOPs* are all that ran, replayed layers and the scores that a fused attention
+backward makes again included. Both count contractions alone (a multiply-add is two), causal attention at half of the
+full matrix, packed documents each on its own (`ckpt.flops.CAUSAL_CONVENTION`). Utilization divides by the device's
+dense peak in the dtype of the matmuls. The FLOPs of a probe step are counted op by op; other steps are scaled from it,
+matmuls by tokens and attention by query-key pairs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,20 @@ Batch = dict[str, Any]
 
 # Dense peak FLOP/s of the makers' data sheets: (part of the device name, bf16, fp32 outside tensor cores).
 _PEAKS = (
-    ("H200", 989e12, 67e12), ("GH200", 989e12, 67e12), ("H100 PCIe", 756e12, 51e12), ("H100 NVL", 835e12, 60e12),
-    ("H100", 989e12, 67e12), ("H20", 148e12, 44e12), ("B200", 2250e12, 75e12), ("A100", 312e12, 19.5e12),
-    ("A40", 149.7e12, 37.4e12), ("A10", 125e12, 31.2e12), ("L40S", 362e12, 91.6e12), ("L4", 121e12, 30.3e12),
-    ("RTX 4090", 165e12, 82.6e12), ("RTX 3090", 71e12, 35.6e12),
+    ("H200", 989e12, 67e12),
+    ("GH200", 989e12, 67e12),
+    ("H100 PCIe", 756e12, 51e12),
+    ("H100 NVL", 835e12, 60e12),
+    ("H100", 989e12, 67e12),
+    ("H20", 148e12, 44e12),
+    ("B200", 2250e12, 75e12),
+    ("A100", 312e12, 19.5e12),
+    ("A40", 149.7e12, 37.4e12),
+    ("A10", 125e12, 31.2e12),
+    ("L40S", 362e12, 91.6e12),
+    ("L4", 121e12, 30.3e12),
+    ("RTX 4090", 165e12, 82.6e12),
+    ("RTX 3090", 71e12, 35.6e12),
 )
 
 
@@ -64,7 +74,8 @@ class Meter:
     peak_flops: float
     flops: StepFlops | None = None
     peak_bytes: dict[str, int | None] = field(
-        default_factory=lambda: {"peak_allocated_bytes": None, "peak_reserved_bytes": None})
+        default_factory=lambda: {"peak_allocated_bytes": None, "peak_reserved_bytes": None}
+    )
     _started: float = 0.0
     _is_probe: bool = False
     _is_first: bool = True
@@ -84,8 +95,10 @@ class Meter:
         """End the step that computed `batches`; return its metrics by the names of metrics.jsonl."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            self.peak_bytes = {"peak_allocated_bytes": torch.cuda.max_memory_allocated(self.device),
-                               "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device)}
+            self.peak_bytes = {
+                "peak_allocated_bytes": torch.cuda.max_memory_allocated(self.device),
+                "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device),
+            }
         seconds = time.perf_counter() - self._started
         tokens, pairs = sum(batch["num_tokens"] for batch in batches), sum(map(num_pairs, batches))
         positions = sum(batch["input_ids"].numel() for batch in batches)
@@ -95,10 +108,14 @@ class Meter:
             self._seconds += seconds
             self._tokens += tokens
         self._is_first = False
-        return {"tokens": tokens, "tokens_per_second": tokens / seconds,
-                "model_flops_utilization": self._utilization(model, seconds),
-                "hardware_flops_utilization": self._utilization(hardware, seconds),
-                "step_seconds": seconds, **self.peak_bytes}
+        return {
+            "tokens": tokens,
+            "tokens_per_second": tokens / seconds,
+            "model_flops_utilization": self._utilization(model, seconds),
+            "hardware_flops_utilization": self._utilization(hardware, seconds),
+            "step_seconds": seconds,
+            **self.peak_bytes,
+        }
 
     def summary(self) -> dict[str, Any]:
         """Return the throughput over the steps that count; None before there is one."""
@@ -109,7 +126,7 @@ class Meter:
 
 
 def num_pairs(batch: Batch) -> float:
-    """Query-key pairs of one head over a batch, causal: T * T / 2 a document, or a row where documents see each other."""
+    """Query-key pairs of one head over a batch, causal: T * T / 2 a document, or a row where there are none."""
     rows, tokens = batch["input_ids"].shape
     if "cu_seq_lens_q" not in batch:
         return rows * tokens * tokens / 2
@@ -117,7 +134,7 @@ def num_pairs(batch: Batch) -> float:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the dense peak FLOP/s of a device: from its data sheet, or measured with one matmul where there is none."""
+    """Return the dense peak FLOP/s of a device: from its data sheet, else measured with one matmul."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for part, half, single in _PEAKS:
@@ -129,8 +146,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of the fastest of a few square matmuls, with the threads that training uses."""
     size = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
-            for _ in range(2))
+    a, b = (
+        torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
+        for _ in range(2)
+    )
     seconds = []
     for _ in range(4):
         if device.type == "cuda":

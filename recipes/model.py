@@ -1,7 +1,7 @@
 """The model and its tokenizer, from `model.*`; the adapter, from `peft.*`.
 
-Owns where weights come from, the check of the context against the model's positions, and LoRA. Knows no strategy. Nothing
-is fetched from a hub unless `model.name` names something there, and no code of a hub runs without
+Owns where weights come from, the check of the context against the model's positions, and LoRA. Knows no strategy.
+Nothing is fetched from a hub unless `model.name` names something there, and no code of a hub runs without
 `model.trust_remote_code`.
 
     config = load_config(cfg.model, cfg.seq_len)
@@ -12,8 +12,11 @@ is fetched from a hub unless `model.name` names something there, and no code of 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.byt5 import ByT5Tokenizer
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from recipes.config import Model, Peft, RopeScaling
 
@@ -31,7 +35,7 @@ PACKAGE = "package:"
 
 
 def load_config(chosen: Model, seq_len: int) -> PreTrainedConfig:
-    """Return the Transformers config: of written-out values for `init=random`, else read from the model's folder or hub.
+    """Return the Transformers config: of written-out values for `init=random`, else read from folder or hub.
 
     Raises ValueError for an unknown architecture, one that is no causal language model, a model that cannot be reached,
     and a `seq_len` beyond its positions.
@@ -41,8 +45,10 @@ def load_config(chosen: Model, seq_len: int) -> PreTrainedConfig:
     else:
         config = _reach(chosen, lambda name: AutoConfig.from_pretrained(name, **_from_where(chosen)))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not _brings_own_class(chosen, config):
-        raise ValueError(f"model {_label(chosen)} is a {type(config).__name__}, which is no causal language model. "
-                         "Give one that predicts the next token.")
+        raise ValueError(
+            f"model {_label(chosen)} is a {type(config).__name__}, which is no causal language model. "
+            "Give one that predicts the next token."
+        )
     _stretch_positions(_text(config), chosen.rope_scaling, seq_len, _label(chosen))
     return config
 
@@ -55,14 +61,17 @@ def build_model(chosen: Model, config: PreTrainedConfig, device: torch.device | 
     device = torch.device(device)
     if chosen.init == "random" or device.type == "meta":
         with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
-                                                     trust_remote_code=chosen.trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=chosen.trust_remote_code
+            )
     else:
         options: dict[str, Any] = {"dtype": "auto"}
         if chosen.gguf_file:  # without dequantize=True, save_pretrained raises afterwards (transformers 5.24)
             options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
-        model = _reach(chosen, lambda name: AutoModelForCausalLM.from_pretrained(
-            name, config=config, **_from_where(chosen), **options))
+        model = _reach(
+            chosen,
+            lambda name: AutoModelForCausalLM.from_pretrained(name, config=config, **_from_where(chosen), **options),
+        )
         model = model.to(device)
     return model.train()
 
@@ -75,16 +84,20 @@ def build_tokenizer(chosen: Model, config: PreTrainedConfig) -> Any:
     if chosen.tokenizer == "byte":
         tokenizer = ByT5Tokenizer()
     elif chosen.tokenizer == "auto":
-        tokenizer = _reach(chosen, lambda name: AutoTokenizer.from_pretrained(name, **_from_where(chosen)),
-                           what="tokenizer of ")
+        tokenizer = _reach(
+            chosen, lambda name: AutoTokenizer.from_pretrained(name, **_from_where(chosen)), what="tokenizer of "
+        )
     else:
         other = Model(name=chosen.tokenizer, trust_remote_code=chosen.trust_remote_code)
-        tokenizer = _reach(other, lambda name: AutoTokenizer.from_pretrained(name, **_from_where(other)),
-                           what="tokenizer ")
+        tokenizer = _reach(
+            other, lambda name: AutoTokenizer.from_pretrained(name, **_from_where(other)), what="tokenizer "
+        )
     num_embeddings = _text(config).vocab_size
     if len(tokenizer) > num_embeddings:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model {num_embeddings} embeddings. Choose a "
-                         "tokenizer that fits (model.tokenizer), or a larger vocab_size in model.config.")
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {num_embeddings} embeddings. Choose a "
+            "tokenizer that fits (model.tokenizer), or a larger vocab_size in model.config."
+        )
     return tokenizer
 
 
@@ -99,8 +112,13 @@ def add_adapter(model: nn.Module, peft: Peft) -> nn.Module:
         raise ValueError("peft.name=lora needs the package peft: pip install 'activation-checkpointing[lora]'.")
     from peft import LoraConfig, get_peft_model
 
-    adapter = LoraConfig(r=peft.rank, lora_alpha=peft.alpha, lora_dropout=peft.dropout, target_modules=peft.targets,
-                         task_type="CAUSAL_LM")
+    adapter = LoraConfig(
+        r=peft.rank,
+        lora_alpha=peft.alpha,
+        lora_dropout=peft.dropout,
+        target_modules=peft.targets,
+        task_type="CAUSAL_LM",
+    )
     try:
         return get_peft_model(model, adapter).train()
     except ValueError as error:
@@ -126,9 +144,12 @@ def _written_out(values: dict[str, Any]) -> PreTrainedConfig:
     model_type = values.pop("model_type", None)
     if model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING.keys(), n=1)
-        raise ValueError(f"model.config.model_type={model_type!r} is no architecture of the installed Transformers. "
-                         f"Did you mean {near[0]!r}?" if near else
-                         f"model.config.model_type={model_type!r} is no architecture of the installed Transformers.")
+        raise ValueError(
+            f"model.config.model_type={model_type!r} is no architecture of the installed Transformers. "
+            f"Did you mean {near[0]!r}?"
+            if near
+            else f"model.config.model_type={model_type!r} is no architecture of the installed Transformers."
+        )
     try:
         return CONFIG_MAPPING[model_type](**values)
     except Exception as error:  # each config class, and huggingface_hub's validation, has its own kinds
@@ -150,30 +171,52 @@ def _reach(chosen: Model, load: Any, what: str = "model ") -> Any:
     elif name.startswith(("/", "./", "../", "~")):
         name = str(Path(name).expanduser())
         if not Path(name).is_dir():
-            raise ValueError(f"model.name={chosen.name} is no folder. Give one that save_pretrained wrote, or a hub ID.")
+            raise ValueError(
+                f"model.name={chosen.name} is no folder. Give one that save_pretrained wrote, or a hub ID."
+            )
     is_folder = Path(name).is_dir()
     try:
-        return load(name)
+        with _no_bars_off_terminals():
+            return load(name)
     except ImportError as error:
         raise ValueError(f"{what}{chosen.name} needs a package that is not installed: {_first_line(error)}") from error
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
-            raise ValueError(f"{what}{chosen.name} brings Python code of its own, which is not run unasked. Read it; then "
-                             "allow it with model.trust_remote_code=true.") from error
+            raise ValueError(
+                f"{what}{chosen.name} brings Python code of its own, which is not run unasked. Read it; then "
+                "allow it with model.trust_remote_code=true."
+            ) from error
         if is_folder:
             fix = "The folder must hold what save_pretrained writes (config.json, model.safetensors, tokenizer files)."
         else:
-            fix = ("Fetch it where there is a network (hf download, after hf auth login if it is gated), give a folder as "
-                   "model.name, or train its shape alone: model.init=random with model.config and model.tokenizer=byte.")
+            fix = (
+                "Fetch it where there is a network (hf download, after hf auth login if it is gated), give a folder as "
+                "model.name, or train its shape alone: model.init=random with model.config and model.tokenizer=byte."
+            )
         raise ValueError(f"{what}{chosen.name} cannot be loaded: {_first_line(error)} {fix}") from error
+
+
+@contextlib.contextmanager
+def _no_bars_off_terminals() -> Iterator[None]:
+    """Keep Transformers' progress bars out of log files, where each update would be a line."""
+    silenced = not sys.stderr.isatty() and is_progress_bar_enabled()
+    if silenced:
+        disable_progress_bar()
+    try:
+        yield
+    finally:
+        if silenced:
+            enable_progress_bar()
 
 
 def _package_folder(name: str) -> str:
     package, _, inside = name.removeprefix(PACKAGE).partition("/")
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"model.name={name} needs the Python package {package}, which is not installed. See the header of "
-                         "the model's file under conf/model/.")
+        raise ValueError(
+            f"model.name={name} needs the Python package {package}, which is not installed. See the header of "
+            "the model's file under conf/model/."
+        )
     return str(Path(spec.submodule_search_locations[0]) / inside)
 
 
@@ -191,21 +234,27 @@ def _stretch_positions(config: PreTrainedConfig, scaling: RopeScaling, seq_len: 
         positions = _scale_rope(config, scaling, positions, label)
     if positions is not None and seq_len > positions:
         needed = -(-seq_len // (positions / (scaling.factor if scaling.type != "none" else 1)))
-        raise ValueError(f"seq_len={seq_len} is beyond the {positions} positions of model {label}. Lower seq_len, or "
-                         f"stretch them: model.rope_scaling.type=yarn model.rope_scaling.factor={needed:.0f}")
+        raise ValueError(
+            f"seq_len={seq_len} is beyond the {positions} positions of model {label}. Lower seq_len, or "
+            f"stretch them: model.rope_scaling.type=yarn model.rope_scaling.factor={needed:.0f}"
+        )
 
 
 def _scale_rope(config: PreTrainedConfig, scaling: RopeScaling, positions: int | None, label: str) -> int:
     rope = getattr(config, "rope_parameters", None)
     if not rope or positions is None:
-        raise ValueError(f"model.rope_scaling.type={scaling.type} needs rotary positions, which model {label} does not "
-                         "have. Lower seq_len and leave rope_scaling out.")
+        raise ValueError(
+            f"model.rope_scaling.type={scaling.type} needs rotary positions, which model {label} does not "
+            "have. Lower seq_len and leave rope_scaling out."
+        )
     # Families with windows keep one rotary base a kind of layer; only the layers that see everything are stretched.
-    layers = rope["full_attention"] if "full_attention" in rope else rope
+    layers = rope.get("full_attention", rope)
     if layers.get("rope_type", "default") != "default":
-        raise ValueError(f"model {label} stretches its positions already ({layers['rope_type']}). Leave "
-                         "model.rope_scaling out, and keep seq_len within its "
-                         f"{positions} positions.")
+        raise ValueError(
+            f"model {label} stretches its positions already ({layers['rope_type']}). Leave "
+            "model.rope_scaling out, and keep seq_len within its "
+            f"{positions} positions."
+        )
     layers |= {"rope_type": scaling.type, "factor": scaling.factor}
     if scaling.type == "yarn":
         layers["original_max_position_embeddings"] = positions

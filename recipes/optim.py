@@ -1,7 +1,7 @@
 """AdamW and the learning-rate schedule, from `optim.*`.
 
-    optimizer = build_optimizer(precision.named_parameters(), cfg.optim)
-    scheduler = build_scheduler(optimizer, cfg.optim, cfg.steps)
+optimizer = build_optimizer(precision.named_parameters(), cfg.optim)
+scheduler = build_scheduler(optimizer, cfg.optim, cfg.steps)
 """
 
 from __future__ import annotations
@@ -26,21 +26,27 @@ def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], optim:
     """
     parameters = [parameter for _, parameter in named_parameters]
     if not parameters:
-        raise ValueError("The model has no trainable parameter. Unfreeze some, or train an adapter with peft.name=lora.")
+        raise ValueError(
+            "The model has no trainable parameter. Unfreeze some, or train an adapter with peft.name=lora."
+        )
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=optim.lr, betas=tuple(optim.betas),
-                             eps=optim.eps, fused=all(_fused_serves(p) for p in parameters))
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=optim.lr,
+        betas=tuple(optim.betas),
+        eps=optim.eps,
+        fused=all(_fused_serves(p) for p in parameters),
+    )
 
 
 def _fused_serves(parameter: nn.Parameter) -> bool:
     return parameter.device.type in ("cpu", "cuda", "xpu", "mps") and parameter.is_floating_point()
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, optim: Optim,
-                    steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+def build_scheduler(optimizer: torch.optim.Optimizer, optim: Optim, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
     """Make transformers' schedule of that name over `steps` optimizer steps, with linear warm-up.
 
     `warmup` below 1 is a share of `steps`, else a number of steps. Raises ValueError when it is more than all of them.
@@ -58,6 +64,8 @@ def build_scheduler(optimizer: torch.optim.Optimizer, optim: Optim,
 def move_schedule(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
     """Put a schedule where it stands after `step` steps. A LambdaLR is a function of the step and of nothing else."""
     scheduler.last_epoch, scheduler._step_count = step, step + 1
-    scheduler._last_lr = [base * rule(step) for base, rule in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    scheduler._last_lr = [
+        base * rule(step) for base, rule in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
     for group, lr in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
         group["lr"] = lr

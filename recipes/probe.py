@@ -1,7 +1,7 @@
 """The probe: one real training step under the ledger and the FLOP counter, after warm-up (`measure_every` for more).
 
-Owns when a step is measured and what is written of it: residents and peak in summary.json, memory.png, plan.json. The step
-is part of training like any other, only slower, so the meter leaves its time out.
+Owns when a step is measured and what is written of it: residents and peak in summary.json, memory.png, plan.json. The
+step is part of training like any other, only slower, so the meter leaves its time out.
 
     probe = Probe(cfg, handle, model, optimizer, run, meter)
     with probe.measure(step, batches): ...                # if probe.due(step)
@@ -30,8 +30,9 @@ WARMUP_STEPS = 2
 class Probe:
     """Measures the steps that are due and records what it saw."""
 
-    def __init__(self, cfg: Config, handle: Any, model: nn.Module, optimizer: Any, run: RunDir, meter: Meter,
-                 start: int = 0):
+    def __init__(
+        self, cfg: Config, handle: Any, model: nn.Module, optimizer: Any, run: RunDir, meter: Meter, start: int = 0
+    ):
         self.handle, self.model, self.optimizer = handle, model, optimizer
         self.run, self.meter = run, meter
         self.first = min(start + WARMUP_STEPS + 1, cfg.steps)
@@ -53,14 +54,23 @@ class Probe:
         after = self.handle.audit()
         recomputed = after.flops_run_again - before.flops_run_again
         self.meter.flops = step_flops(counter, recomputed, batches)
-        self.meter.peak_bytes = {"peak_allocated_bytes": ledger.peak_bytes,
-                                 "peak_reserved_bytes": ledger.peak_reserved_bytes}
+        self.meter.peak_bytes = {
+            "peak_allocated_bytes": ledger.peak_bytes,
+            "peak_reserved_bytes": ledger.peak_reserved_bytes,
+        }
         run = self.run
-        run.update(peak_bytes=ledger.peak_bytes, residents=ledger.residents, step_flops=counter.total,
-                   recompute_flops=recomputed, probe_step=step,
-                   ops={"kept": sum(layer.ops_kept for layer in after.layers),
-                        "run again": sum(layer.ops_run_again for layer in after.layers)
-                        - sum(layer.ops_run_again for layer in before.layers)})
+        run.update(
+            peak_bytes=ledger.peak_bytes,
+            residents=ledger.residents,
+            step_flops=counter.total,
+            recompute_flops=recomputed,
+            probe_step=step,
+            ops={
+                "kept": sum(layer.ops_kept for layer in after.layers),
+                "run again": sum(layer.ops_run_again for layer in after.layers)
+                - sum(layer.ops_run_again for layer in before.layers),
+            },
+        )
         if run.writes:
             self.handle.plan().save(run.path / "plan.json")
             draw_memory(ledger, run.path / "memory.png", predicted_peak_bytes=run.summary["predicted_peak_bytes"])
@@ -80,9 +90,13 @@ def step_flops(counter: FlopCounter, recomputed: int, batches: list[dict[str, An
     replayed_attention = min(max(forward - needed // 2, 0), recomputed)
     matmul = counter.total - forward - backward
     return StepFlops(
-        hardware_matmul=matmul, hardware_attention=forward + backward,
-        model_matmul=matmul - (recomputed - replayed_attention), model_attention=forward - replayed_attention + needed,
-        positions=sum(batch["input_ids"].numel() for batch in batches), pairs=sum(map(num_pairs, batches)))
+        hardware_matmul=matmul,
+        hardware_attention=forward + backward,
+        model_matmul=matmul - (recomputed - replayed_attention),
+        model_attention=forward - replayed_attention + needed,
+        positions=sum(batch["input_ids"].numel() for batch in batches),
+        pairs=sum(map(num_pairs, batches)),
+    )
 
 
 def _is_attention(op: str) -> bool:

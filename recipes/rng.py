@@ -1,6 +1,6 @@
 """The state of every random generator that a step may draw from, as plain JSON values: python, numpy, torch, cuda.
 
-    state = rng_state(); ...; set_rng_state(state)       # what follows draws the same numbers again
+state = rng_state(); ...; set_rng_state(state)       # what follows draws the same numbers again
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ def rng_state() -> dict[str, Any]:
     key = numpy.random.get_state(legacy=False)
     state = {
         "python": [version, list(words), gauss],
-        "numpy": {"key": key["state"]["key"].tolist(), "pos": key["state"]["pos"],
-                  "has_gauss": key["has_gauss"], "gauss": key["gauss"]},
+        "numpy": {
+            "key": key["state"]["key"].tolist(),
+            "pos": key["state"]["pos"],
+            "has_gauss": key["has_gauss"],
+            "gauss": key["gauss"],
+        },
         "torch": _encode(torch.get_rng_state()),
     }
     if torch.cuda.is_initialized():
@@ -40,8 +44,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     legacy = state["numpy"]
-    numpy.random.set_state(("MT19937", numpy.array(legacy["key"], dtype=numpy.uint32), legacy["pos"],
-                            legacy["has_gauss"], legacy["gauss"]))
+    numpy.random.set_state(
+        ("MT19937", numpy.array(legacy["key"], dtype=numpy.uint32), legacy["pos"], legacy["has_gauss"], legacy["gauss"])
+    )
     torch.set_rng_state(_decode(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(_decode(state["cuda"]))

@@ -10,7 +10,8 @@ Tensors are keyed by parameter name, so that a state loads under another dtype a
 parameters are not saved: they come from where the model came from. Neither is the schedule, a function of the step.
 
 A folder appears under its final name by one rename, after everything in it reached the disk. Nothing read here is
-executed: JSON, tensors with `weights_only`, and DCP's metadata by an unpickler that knows DCP's own classes and no others.
+executed: JSON, tensors with `weights_only`, and DCP's metadata by an unpickler that knows DCP's own classes and no
+others.
 
     state = TrainState(model, precision, optimizer, scheduler, data.train)
     state.save(folder, step=100)
@@ -101,15 +102,24 @@ class TrainState:
                 continue
             return step
         if saved:
-            raise ValueError(f"None of the {len(saved)} train states in {folder} can be read. "
-                             "Start a new run, or copy back a whole one.")
+            raise ValueError(
+                f"None of the {len(saved)} train states in {folder} can be read. "
+                "Start a new run, or copy back a whole one."
+            )
         return None
 
     def _finish(self, temporary: Path, final: Path, step: int) -> None:
         sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-        _write_json(temporary / "state.json", {
-            "schema_version": SCHEMA_VERSION, "step": step, "num_ranks": _num_ranks(),
-            "progress": self.progress, "file_sizes": sizes})
+        _write_json(
+            temporary / "state.json",
+            {
+                "schema_version": SCHEMA_VERSION,
+                "step": step,
+                "num_ranks": _num_ranks(),
+                "progress": self.progress,
+                "file_sizes": sizes,
+            },
+        )
         _sync_folder(temporary)
         if final.exists():  # saved twice at one step, as after an interruption of a resumed run
             shutil.rmtree(final)
@@ -138,8 +148,11 @@ class TrainState:
         """Name every tensor of the state, each storage once. Loading copies into these very tensors."""
         trained = dict(self.precision.named_parameters())
         parameters = {id(p) for p in self.model.parameters()}
-        buffers = {name: value for name, value in self.model.state_dict(keep_vars=True).items()
-                   if isinstance(value, torch.Tensor) and id(value) not in parameters}
+        buffers = {
+            name: value
+            for name, value in self.model.state_dict(keep_vars=True).items()
+            if isinstance(value, torch.Tensor) and id(value) not in parameters
+        }
         tensors = {"model": {name: p.detach() for name, p in trained.items()} | buffers}
         for name, parameter in trained.items():
             tensors["optimizer." + name] = _adam_state(self.optimizer, parameter)
@@ -166,9 +179,11 @@ def _check_same_model(folder: Path, tensors: dict[str, dict[str, torch.Tensor]],
     if wanted == found:
         return
     name = min(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-    raise ValueError(f"{folder} was saved from another model: {name} is {found.get(name, 'absent')} there and "
-                     f"{wanted.get(name, 'absent')} here. Resume with the config of that run, or give the new run "
-                     "another name.")
+    raise ValueError(
+        f"{folder} was saved from another model: {name} is {found.get(name, 'absent')} there and "
+        f"{wanted.get(name, 'absent')} here. Resume with the config of that run, or give the new run "
+        "another name."
+    )
 
 
 def _saved(folder: Path) -> list[tuple[int, Path]]:
@@ -219,10 +234,17 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    _ALLOWED = frozenset([
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
-        ("torch", "Size"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"),
-        ("pathlib._local", "PosixPath"), ("pathlib._local", "WindowsPath")])
+    _ALLOWED = frozenset(
+        [
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.serialization", "_get_layout"),
+            ("torch", "Size"),
+            ("pathlib", "PosixPath"),
+            ("pathlib", "WindowsPath"),
+            ("pathlib._local", "PosixPath"),
+            ("pathlib._local", "WindowsPath"),
+        ]
+    )
 
     def find_class(self, module: str, name: str) -> Any:
         value = super().find_class(module, name) if self._allows(module, name) else None
@@ -254,8 +276,10 @@ def _sync_folder(path: Path) -> None:
 
 
 def _refused(folder: Path, step: int, error: BaseException) -> OSError:
-    refused = OSError(f"Cannot write the train state of step {step} to {folder} ({_reason(error)}). Free space or "
-                      "choose another runs_dir; states saved earlier are untouched.")
+    refused = OSError(
+        f"Cannot write the train state of step {step} to {folder} ({_reason(error)}). Free space or "
+        "choose another runs_dir; states saved earlier are untouched."
+    )
     refused.errno = getattr(_cause(error), "errno", None)
     return refused
 

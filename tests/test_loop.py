@@ -373,7 +373,9 @@ def test_every_forward_runs_without_a_cache_and_the_config_keeps_its_own_value(t
     seen = []
 
     def watch(state, run):
-        state.model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["use_cache"]), with_kwargs=True)
+        state.model.register_forward_pre_hook(
+            lambda m, args, kwargs: seen.append(kwargs["use_cache"]), with_kwargs=True
+        )
 
     _, model, _ = start(config(tmp_path, steps=3, eval=Eval(batches=1)), hook=watch)
     assert len(seen) >= 3 and set(seen) == {False}

@@ -166,7 +166,10 @@ def test_finetune_with_lora_saves_an_adapter_and_resumes_exactly(tmp_path, text)
     }
     run, expected = run_program(tmp_path, text, name="lora", steps=6, **values)
     assert run.summary["eval_loss"] < run.summary["eval_loss_before"]
-    assert {path.name for path in (run.path / "export").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in (run.path / "export").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     saved = train_state._Reader(run.train_state / "step_00000006").saved_shapes()
     assert saved and all("lora_" in name for name in saved)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The model and its tokenizer from the config: where weights come from, how far its positions reach, adapters, export."""
+"""The model and its tokenizer from the config: where weights come from, positions, adapters, export."""
 
 import dataclasses
 import json
@@ -10,8 +10,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 from recipes.config import Model, Peft, RopeScaling
 from recipes.model import add_adapter, build_model, build_tokenizer, describe, export, load_config
 
-SHAPE = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 256}
+SHAPE = {
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
 SMALL = Model(name="small", init="random", tokenizer="byte", config={"model_type": "llama", **SHAPE})
 
 
@@ -73,11 +80,17 @@ def test_meta_device_gives_shapes_and_loads_nothing(folder):
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in make().parameters())
 
 
-@pytest.mark.parametrize("name, message", [
-    ("some-owner/no-such-model", r"^model some-owner/no-such-model cannot be loaded: .*hf download.* model.init=random"),
-    ("/no/such/folder", r"^model.name=/no/such/folder is no folder"),
-    ("package:no_such_package/model", r"needs the Python package no_such_package, which is not installed"),
-])
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "some-owner/no-such-model",
+            r"^model some-owner/no-such-model cannot be loaded: .*hf download.* model.init=random",
+        ),
+        ("/no/such/folder", r"^model.name=/no/such/folder is no folder"),
+        ("package:no_such_package/model", r"needs the Python package no_such_package, which is not installed"),
+    ],
+)
 def test_model_out_of_reach_is_one_line_that_says_what_to_do(name, message):
     with pytest.raises(ValueError, match=message) as caught:
         load_config(Model(name=name), 64)
@@ -96,13 +109,19 @@ def test_tokenizer_out_of_reach_is_one_line():
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("config, message", [
-    ({"model_type": "lama"}, "model_type='lama' is no architecture of the installed Transformers. Did you mean 'llama'"),
-    ({}, "tokenizer|cannot be loaded"),
-    ({"hidden_size": 8}, "model_type=None is no architecture"),
-    ({"model_type": "t5"}, "T5Config, which is no causal language model"),
-    ({"model_type": "llama", "hidden_size": "wide"}, "model.config is no valid llama config"),
-])
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (
+            {"model_type": "lama"},
+            "model_type='lama' is no architecture of the installed Transformers. Did you mean 'llama'",
+        ),
+        ({}, "tokenizer|cannot be loaded"),
+        ({"hidden_size": 8}, "model_type=None is no architecture"),
+        ({"model_type": "t5"}, "T5Config, which is no causal language model"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "model.config is no valid llama config"),
+    ],
+)
 def test_config_that_is_no_model_is_refused(config, message):
     with pytest.raises(ValueError, match=message) as caught:
         load_config(change(config=config, name="no-such-model"), 64)
@@ -163,8 +182,10 @@ def test_rope_scaling_where_it_cannot_be_is_refused():
         load_config(change(config=learned, rope_scaling=RopeScaling("yarn", 2.0)), 512)
     with pytest.raises(ValueError, match="seq_len=512 is beyond the 256 positions"):
         load_config(change(config=learned), 512)
-    scaled = SMALL.config | {"max_position_embeddings": 512, "rope_parameters": {"rope_type": "linear", "factor": 2.0,
-                                                                                  "rope_theta": 10000.0}}
+    scaled = SMALL.config | {
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+    }
     with pytest.raises(ValueError, match=r"stretches its positions already \(linear\)"):
         load_config(change(config=scaled, rope_scaling=RopeScaling("yarn", 2.0)), 1024)
 
@@ -201,7 +222,10 @@ def test_export_loads_in_plain_transformers_with_equal_logits(tmp_path):
     loaded, ids = AutoModelForCausalLM.from_pretrained(tmp_path), torch.arange(12)[None]
     assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
     assert loaded.config.use_cache is True
-    assert AutoTokenizer.from_pretrained(tmp_path)("abc").input_ids == build_tokenizer(SMALL, model.config)("abc").input_ids
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path)("abc").input_ids
+        == build_tokenizer(SMALL, model.config)("abc").input_ids
+    )
 
 
 def test_description_names_parameters_and_how_many_are_trained():

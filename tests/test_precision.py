@@ -13,9 +13,17 @@ from recipes.precision import prepare
 
 def tiny(tie=False, layers=2):
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=tie)).train()
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tie,
+        )
+    ).train()
 
 
 def tokens(seed=0, rows=2, length=12):
@@ -179,13 +187,16 @@ def test_nothing_to_train_is_an_error_that_says_what_to_do():
         build_optimizer(prepare(model, "bf16").named_parameters(), Optim())
 
 
-@pytest.mark.parametrize("schedule, warmup, expected", [
-    ("constant", 0, [1.0, 1.0, 1.0, 1.0]),
-    ("linear", 0.5, [0.0, 0.5, 1.0, 0.5]),
-    ("linear", 2, [0.0, 0.5, 1.0, 0.5]),
-    ("cosine", 0, [1.0, 0.8535533905932737, 0.5, 0.14644660940672627]),
-    ("cosine_with_min_lr", 0, [1.0, 0.8681980515339464, 0.55, 0.23180194846605365]),
-])
+@pytest.mark.parametrize(
+    "schedule, warmup, expected",
+    [
+        ("constant", 0, [1.0, 1.0, 1.0, 1.0]),
+        ("linear", 0.5, [0.0, 0.5, 1.0, 0.5]),
+        ("linear", 2, [0.0, 0.5, 1.0, 0.5]),
+        ("cosine", 0, [1.0, 0.8535533905932737, 0.5, 0.14644660940672627]),
+        ("cosine_with_min_lr", 0, [1.0, 0.8681980515339464, 0.55, 0.23180194846605365]),
+    ],
+)
 def test_schedule_follows_its_formula(schedule, warmup, expected):
     parameter = torch.nn.Parameter(torch.zeros(1))
     optim = Optim(lr=1.0, schedule=schedule, warmup=warmup)

@@ -42,9 +42,19 @@ class Rows:
 
 def build(dtype="fp32", seed=0, tie=True, hidden=32, lr=1e-2, frozen=()):
     seed_everything(seed)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=hidden, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=tie, attention_dropout=0.2, attn_implementation="eager")).train()
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=hidden,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tie,
+            attention_dropout=0.2,
+            attn_implementation="eager",
+        )
+    ).train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in frozen))
     precision = prepare(model, dtype)
@@ -111,7 +121,12 @@ def test_every_generator_continues():
     state = json.loads(json.dumps(rng_state()))
     draws = [random.random(), random.gauss(0, 1), numpy.random.standard_normal(3).tolist(), torch.rand(3).tolist()]
     set_rng_state(state)
-    assert draws == [random.random(), random.gauss(0, 1), numpy.random.standard_normal(3).tolist(), torch.rand(3).tolist()]
+    assert draws == [
+        random.random(),
+        random.gauss(0, 1),
+        numpy.random.standard_normal(3).tolist(),
+        torch.rand(3).tolist(),
+    ]
 
 
 def test_state_loads_under_another_dtype(tmp_path):
@@ -222,8 +237,10 @@ def test_full_disk_leaves_the_earlier_state_and_says_so(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
-@pytest.mark.parametrize("change, found", [({"hidden": 64}, r"is \[64, 32\] there and \[64, 64\] here"),
-                                           ({"tie": False}, "lm_head.weight is absent there")])
+@pytest.mark.parametrize(
+    "change, found",
+    [({"hidden": 64}, r"is \[64, 32\] there and \[64, 64\] here"), ({"tie": False}, "lm_head.weight is absent there")],
+)
 def test_state_of_another_model_is_refused_by_name(tmp_path, change, found):
     build().save(tmp_path, 1)
     with pytest.raises(ValueError, match="saved from another model") as caught:
