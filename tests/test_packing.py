@@ -1,15 +1,17 @@
 """Packed documents never see each other: values, losses and gradients against each document alone, on real families."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
-from ckpt.attention import NAME, NAME_EAGER, bounds, prepare
+from ckpt.attention import NAME, NAME_EAGER, bounds, isolation_error, prepare
 from recipes.data import IGNORE, build_data, model_inputs
 
 LENGTHS = [7, 20, 1, 16]
@@ -125,6 +127,22 @@ def test_without_preparation_documents_leak():
         assert (model(**{**batch, "use_cache": True}).logits[:, 7:27] - alone).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+def test_the_isolation_error_tells_isolating_models_from_others(name):
+    model = zoo.build(name)
+    model.model.layers[0].eval()
+    modes = [m.training for m in model.modules()]
+    prepared = prepare(model)
+    assert isolation_error(model) < 1e-5
+    assert modes == [m.training for m in model.modules()]
+    prepared.undo()
+    prepare(model, "concat", prepared.implementation)
+    layer = model.model.layers[1].self_attn
+    forward = type(layer).forward
+    layer.forward = lambda *a, cu_seq_lens_q=None, **kw: forward(layer, *a, **kw)
+    assert isolation_error(model) > 1e-3
+
+
 def test_restarting_positions_alone_are_enough():
     model, batch = zoo.build("llama"), pack(documents())
     prepare(model)
@@ -228,6 +246,38 @@ def test_a_step_runs_the_same_ops_whatever_the_documents():
     assert layers[0] == layers[1] and len(layers[0]) == 8
 
 
+@pytest.mark.parametrize("given", ["boundaries", "positions"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gemma2"])
+def test_a_fake_run_sees_the_ops_of_a_real_one(name, given):
+    """Layer by layer: prediction stands on it. Beyond them, real position_ids are read by Transformers."""
+
+    def run(fake):
+        model, batch = zoo.build(name), pack(documents())
+        if given == "positions":
+            batch.pop("cu_seq_lens_q")
+        prepare(model)
+        mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+        if fake:
+            batch = {key: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for key, x in batch.items()}
+        spans = []
+
+        def enter(*_):
+            spans.append([len(ops.names)])
+
+        def leave(*_):
+            spans[-1].append(len(ops.names))
+
+        for layer in model.get_decoder().layers:
+            layer.register_forward_pre_hook(enter)
+            layer.register_forward_hook(leave)
+        with mode, Largest() as ops:
+            out = model(**batch)
+        layers = [[op for op in ops.names[a:b] if not op.startswith("prim::")] for a, b in spans]
+        return layers, out.logits.shape, ops.elements
+
+    assert run(fake=True) == run(fake=False)
+
+
 # ---------------------------------------------------------------- with other things in force
 
 
@@ -258,6 +308,17 @@ def test_recomputed_layers_give_the_same_gradients():
     model.activation_checkpointing_enable()
     model(**batch).loss.backward()
     assert all(torch.equal(p.grad, wanted[key]) for key, p in model.named_parameters())
+
+
+def test_compiled_layers_are_proved_and_isolate():
+    model, parts = zoo.build("llama"), documents()
+    alone = model(input_ids=parts[1], use_cache=False).logits
+    prepared = prepare(model)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(2):  # the first forward is the proof, in eager mode
+        assert (model(**pack(parts)).logits[:, 7:27] - alone).abs().max() < 1e-5
+    assert prepared.num_layers == 4
 
 
 def test_it_works_beneath_lora():

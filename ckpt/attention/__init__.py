@@ -1,8 +1,8 @@
 """Attention within packed documents, without a mask, and the choice of the attention kernel.
 
     choice = choose(model, "auto", device="cuda", dtype=torch.bfloat16, packing="isolate", seq_len=131072)
-    print(choice)                       # ckpt_packed: FlashAttention-2 with variable lengths. FlashAttention-3: not
-    installed prepared = prepare(model, "isolate", choice.implementation)
+    print(choice)      # ckpt_packed: torch's FlashAttention-2 with variable lengths. FlashAttention-3: ...
+    prepared = prepare(model, "isolate", choice.implementation)
     ...
     prepared.undo()
 
@@ -10,6 +10,7 @@ Importing this package registers `ckpt_packed` and `ckpt_packed_eager` with Tran
 `ckpt::packed_attention` with torch.
 """
 
+from ckpt.attention.check import isolation_error
 from ckpt.attention.choose import Choice, choose, watch_masks
 from ckpt.attention.families import refusal
 from ckpt.attention.interface import NAME, NAME_EAGER
@@ -22,6 +23,7 @@ __all__ = [
     "Choice",
     "Prepared",
     "choose",
+    "isolation_error",
     "packed_attention",
     "prepare",
     "refusal",

@@ -1,6 +1,8 @@
 """Where documents begin: `cu_seq_lens` of one length for all batches of a run, read off starts or off position_ids.
 
-bounds = from_starts([0, 5, 12], batch=1, tokens=16)      # tensor([0, 5, 12, 16, 16, ...], dtype=torch.int32)
+    bounds = from_starts([0, 5, 12], batch=1, tokens=16)      # tensor([0, 5, 12, 16, 16, ...], dtype=torch.int32)
+
+Knows nothing of attention or models.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from torch import Tensor
 def num_slots(batch: int, tokens: int, documents: int) -> int:
     """Give the length of the bounds: the same for all batches unless one holds more documents than usual, then doubled.
 
-    FlashAttention launches a grid over slots, empty ones included: one slot for 256 tokens costs little and covers
-    most text.
+    FlashAttention launches a grid over slots, empty ones included: one slot for 256 tokens costs little and
+    covers most text.
     """
     slots = batch * max(16, tokens // 256)
     while slots < documents:

@@ -2,8 +2,7 @@
 
 A name without a mask function would drop masks silently (transformers#45811), a name with "flash" in it switches on
 code meant for FlashAttention: hence both, and `ckpt_packed`. Boundaries arrive as the keyword `cu_seq_lens_q`,
-which Transformers hands from
-`model.forward` down to the attention function; without it each row is one document.
+which Transformers hands from `model.forward` down to the attention function; without it each row is one document.
 
 Cached decoding (keys longer than queries) and padded batches outside of training are none of this op's business:
 they go to the implementation that the model would have used, SDPA (`ckpt_packed`) or its own eager function
@@ -185,8 +184,7 @@ def _refuse(
     if dropout:
         raise ValueError(
             f"{_who(module)} asks for attention dropout {dropout}, which packed attention does not have. Set the "
-            "model's "
-            "attention dropout to 0 (for example model.config.attention_dropout=0.0), or use attn=sdpa with "
+            "model's attention dropout to 0 (for example model.config.attention_dropout=0.0), or use attn=sdpa with "
             "data.packing=concat or none."
         )
     if is_causal is False or getattr(module, "is_causal", True) is False:

@@ -4,7 +4,7 @@ What happens inside depends on how many documents there are; what a mode, a fake
 forward and one op backward, with shapes that depend on the inputs' shapes alone. A layer's op sequence is therefore
 the same from batch to batch.
 
-    out, lse = packed_attention(q, k, v, bounds, max_length=T, scale=0.125)      # out: (B, T, H, V)
+    out, lse = packed_attention(q, k, v, bounds, sinks=None, max_length=T, scale=0.125, window=0, softcap=0.0)
 
 Shapes are those of `kernels.py`.
 """
@@ -32,8 +32,8 @@ def packed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend causally within each document.
 
-    `bounds`: int32 starts of the documents in the flattened B*T tokens, ending in B*T; equal neighbours are empty
-    documents.
+    `bounds`: int32 starts of the documents in the flattened B*T tokens, ending in B*T; equal neighbours are
+    empty documents.
     `max_length`: upper bound of the documents' lengths. `window`: tokens a query sees, itself included, 0 for all.
     `softcap`: scores become softcap * tanh(scores / softcap), 0 for none. `sinks`: one extra logit a head (H,).
     Returns the output (B, T, H, V), contiguous, and the log-sum-exp (H, B*T), which carries no gradient.

@@ -10,9 +10,10 @@ Boundaries are the batch's `cu_seq_lens_q`, else where `position_ids` restart, e
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -74,8 +75,8 @@ def _check(base: nn.Module, packing: Packing) -> None:
         raise ValueError(f"{NAME} does not fit {name} ({base.config.model_type}): {reason}. Set attn=sdpa.")
     if dropout:
         raise ValueError(
-            f"{name} has {dropout[0]}={dropout[1]}; packed attention has no dropout. Set model.config.{dropout[0]}=0.0, "
-            "or data.packing=concat or none with attn=sdpa."
+            f"{name} has {dropout[0]}={dropout[1]}; packed attention has no dropout. Set "
+            f"model.config.{dropout[0]}=0.0, or data.packing=concat or none with attn=sdpa."
         )
 
 
@@ -102,7 +103,7 @@ def _switch(model: nn.Module, base: nn.Module, implementation: str) -> Callable[
 
 def _guard(model: nn.Module, prepared: Prepared) -> list[Callable[[], None]]:
     """Hook the model's forward: supply boundaries, refuse padding, and at the first forward count who obeyed."""
-    tokens: list[Any] = []
+    first: list[tuple[contextlib.ExitStack, Witness]] = []  # the forward that is being proved, while it runs
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         given = _by_name(module, args, kwargs)
@@ -112,14 +113,15 @@ def _guard(model: nn.Module, prepared: Prepared) -> list[Callable[[], None]]:
         if given is None:
             return None
         if not prepared.num_layers and not torch.compiler.is_compiling():
-            tokens.append(witness.set(Witness()))
+            running = contextlib.ExitStack()
+            first.append((running, running.enter_context(_witnessed(module))))
         return (), given
 
     def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if not tokens:
+        if not first:
             return
-        seen = witness.get()
-        witness.reset(tokens.pop())
+        running, seen = first.pop()
+        running.close()
         if output is not None:  # None: the forward raised, and that error is the one to show
             prepared.num_layers = _prove(module, seen)
 
@@ -128,6 +130,19 @@ def _guard(model: nn.Module, prepared: Prepared) -> list[Callable[[], None]]:
         model.register_forward_hook(after, with_kwargs=True, always_call=True),
     )
     return [handle.remove for handle in handles]
+
+
+@contextlib.contextmanager
+def _witnessed(model: nn.Module) -> Iterator[Witness]:
+    """Have each call of the attention function noted; compiled layers run eagerly meanwhile, or none would be seen."""
+    seen = Witness()
+    token = witness.set(seen)
+    compiled = any(m._compiled_call_impl is not None for m in model.modules())
+    try:
+        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+            yield seen
+    finally:
+        witness.reset(token)
 
 
 def _by_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any] | None:

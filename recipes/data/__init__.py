@@ -20,15 +20,14 @@ A batch is a plain dict (B rows, T tokens, `-100` = ignored label):
 | `num_labels` | int, labels that count after the shift, `(labels[:, 1:] != -100).sum()`: the divisor of the loss |
 
 `model_inputs` keeps what `model.forward` accepts (`MODEL_KEYS`: all but `num_tokens` and `num_labels`). There is
-never an
-`attention_mask`: rows are padded on the right only, where causal attention cannot see the padding, so flash kernels
-stay eligible.
+never an `attention_mask`: rows are padded on the right only, where causal attention cannot see the padding, so flash
+kernels stay eligible.
 
 Packing: `isolate` documents of one row never see each other (needs `ckpt.attention.prepare(model, "isolate")`);
 `concat` they do, and the end of one predicts the start of the next; `none` one document a row, truncated or padded
 to T.
 
-This package knows tokenizers, files and torch; it knows no Hydra and no training loop.
+The package knows tokenizers, files and torch; it knows no Hydra and no training loop.
 """
 
 from recipes.data.build import Data, build_data
