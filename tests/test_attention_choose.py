@@ -6,7 +6,6 @@ import pytest
 import torch
 import zoo
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ckpt.attention import NAME, NAME_EAGER, choose, prepare, refusal, watch_masks
 from ckpt.attention.choose import REQUESTS
@@ -154,9 +153,9 @@ def test_a_window_longer_than_the_row_stays_with_sdpa():
     assert choose(zoo.config("mistral"), packing="none", seq_len=8).implementation == "sdpa"
 
 
-def test_every_request_has_an_answer_or_an_error_for_every_architecture():
+def test_every_request_has_an_answer_or_an_error_for_every_kind_of_family():
     """No other exception than ValueError, and nothing chosen that the family refuses."""
-    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    for name in zoo.REPRESENTATIVE:
         config = zoo.config(name)
         for packing in ("isolate", "concat"):
             for requested in REQUESTS:
