@@ -11,6 +11,7 @@ attribute. Both are checked by one call, so that no test can check one and forge
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -63,15 +64,39 @@ class Comparison:
     weights_changed: list[str]
     audits: list[Any]
     """`handle.audit()` after each step."""
+    note: str = ""
+    """What the handle says of itself by `note()`, if it has one."""
+    sensitivities: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    """Where the tolerance was not enough: see `sensitivity`."""
+
+    def wrong(self, step: int) -> dict[str, float]:
+        """Return the gradients of a step that differ by more than the tolerance and twice what rounding does to them."""
+        known = self.sensitivities[step] if self.sensitivities else {}
+        errors = self.gradient_errors[step]
+        return {name: e for name, e in errors.items() if not e <= max(self.tolerance, 2 * known.get(name, 0.0))}
 
     @property
     def exact(self) -> bool:
-        return self.worst_error <= self.tolerance
+        """True if losses and gradients are right; the random state and the undo are `problems` of their own."""
+        return max(self.loss_errors) <= self.tolerance and not any(map(self.wrong, range(len(self.gradient_errors))))
+
+    @property
+    def ill_conditioned(self) -> dict[str, float]:
+        """Gradients beyond the tolerance, but not beyond what rounding does to them: the largest error of each."""
+        found: dict[str, float] = {}
+        for step, errors in enumerate(self.gradient_errors):
+            wrong = self.wrong(step)
+            for name, error in errors.items():
+                if error > self.tolerance and name not in wrong:
+                    found[name] = max(error, found.get(name, 0.0))
+        return found
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The gradient that differs most over all steps: ('', 0.0) if none does."""
-        return max((item for errors in self.gradient_errors for item in errors.items()), key=lambda x: x[1], default=("", 0.0))
+        """The gradient that differs most over all steps, ill-conditioned ones apart: ('', 0.0) if none does."""
+        apart = self.ill_conditioned
+        items = [(name, e) for errors in self.gradient_errors for name, e in errors.items() if name not in apart]
+        return max(items, key=lambda item: item[1], default=("", 0.0))
 
     @property
     def worst_error(self) -> float:
@@ -80,11 +105,10 @@ class Comparison:
     def problems(self) -> list[str]:
         """List everything that is wrong, the gradients that differ most first."""
         found = []
-        for step, (loss_error, errors) in enumerate(zip(self.loss_errors, self.gradient_errors, strict=True), 1):
+        for step, loss_error in enumerate(self.loss_errors, 1):
             if not loss_error <= self.tolerance:
                 found.append(f"step {step}: loss differs by {loss_error:.3g} (relative)")
-            wrong = sorted(((e, name) for name, e in errors.items() if not e <= self.tolerance), reverse=True)
-            if wrong:
+            if wrong := sorted(((e, name) for name, e in self.wrong(step - 1).items()), reverse=True):
                 first = ", ".join(f"{name} {error:.3g}" for error, name in wrong[:5])
                 found.append(f"step {step}: {len(wrong)} of {self.num_gradients} gradients differ (relative norm): {first}")
             if self.random_state_moved[step - 1]:
@@ -134,25 +158,53 @@ def baseline(model: nn.Module, batches: Sequence[Batch]) -> Baseline:
 def compare(model: nn.Module, plain: Baseline, attach: Attach, *, tolerance: float = 0.0) -> Comparison:
     """Attach a strategy, run the baseline's steps, undo, and say what differs from the plain model.
 
-    The strategy is undone even if a step raises; the exception is the caller's.
+    With a tolerance, a gradient may also differ by twice what one unit in the last place of the weights changes it. The
+    strategy is undone even if a step raises; the exception is the caller's.
     """
     handle = attach(model)
     audits: list[Any] = []
     try:
         steps = _run_all(model, plain.batches, lambda: audits.append(handle.audit()) if hasattr(handle, "audit") else None)
+        note = handle.note() if hasattr(handle, "note") else ""
     finally:
         handle.undo()
     pairs = list(zip(steps, plain.steps, strict=True))
+    gradient_errors = [_gradient_errors(step, expected) for step, expected in pairs]
+    not_enough = tolerance and any(not e <= tolerance for errors in gradient_errors for e in errors.values())
     return Comparison(
         loss_errors=[_loss_error(step, expected) for step, expected in pairs],
-        gradient_errors=[_gradient_errors(step, expected) for step, expected in pairs],
+        gradient_errors=gradient_errors,
         num_gradients=len(plain.steps[0].gradients),
         tolerance=tolerance,
         random_state_moved=[not torch.equal(step.random_state, expected.random_state) for step, expected in pairs],
         undo_leftovers=snapshots.differences(plain.looks, snapshots.take(model), plain.volatile),
         weights_changed=snapshots.weight_differences(plain.weights, snapshots.weights(model)),
         audits=audits,
+        note=note,
+        sensitivities=sensitivity(model, plain) if not_enough else [],
     )
+
+
+@torch.no_grad()
+def sensitivity(model: nn.Module, plain: Baseline, rounds: int = 3) -> list[dict[str, float]]:
+    """Return, of each step, how much the plain gradients change if every weight moves by one unit in the last place.
+
+    The largest relative change over `rounds` random choices of sign. No order of summation can be expected to agree
+    better: a gradient that is a small difference of large sums is not known more precisely than that.
+    """
+    found: list[dict[str, float]] = [{} for _ in plain.steps]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(rounds):
+        moved = copy.deepcopy(model)
+        for parameter in moved.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.copy_(torch.nextafter(parameter, signs * torch.inf))
+        with torch.enable_grad():
+            steps = _run_all(moved, plain.batches)
+        for largest, step, expected in zip(found, steps, plain.steps, strict=True):
+            for name, error in _gradient_errors(step, expected).items():
+                largest[name] = max(error, largest.get(name, 0.0))
+    return found
 
 
 def draws_random_numbers(model: nn.Module, inputs: Batch) -> bool:
@@ -193,10 +245,14 @@ def _relative_error(value: Tensor | None, expected: Tensor | None) -> float:
 
 def _fresh(value: Any) -> Any:
     """Copy a batch: tensors become leaves of their own, so that no gradient of an earlier step is left on them."""
+    return _mapped(value, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
+        return function(value)
     if isinstance(value, dict):
-        return {key: _fresh(item) for key, item in value.items()}
+        return {key: _mapped(item, function) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_fresh(item) for item in value)
+        return type(value)(_mapped(item, function) for item in value)
     return value

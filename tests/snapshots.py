@@ -40,14 +40,16 @@ def take(model: nn.Module) -> Snapshot:
     """Read every module's attributes and hooks, every class's, every config's values, parameters and shared functions."""
     found: Snapshot = {}
     classes: dict[type, None] = {}
+    configs: dict[int, PreTrainedConfig] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         found[f"{path}.__class__"] = _Same(type(module))
         classes.update(dict.fromkeys(type(module).__mro__))
         for key, value in vars(module).items():
             found[f"{path}.{key}"] = _plain(value)
-        if isinstance(config := vars(module).get("config"), PreTrainedConfig):
-            found[f"{path}.config values"] = {key: _plain(value) for key, value in vars(config).items()}
-            found[f"{path}.config as saved"] = config.to_dict()
+        if isinstance(config := vars(module).get("config"), PreTrainedConfig) and id(config) not in configs:
+            configs[id(config)] = config  # modules share it: once is enough
+            found |= {f"{path}.config.{key}": _plain(value) for key, value in vars(config).items()}
+            found |= {f"{path}.config.to_dict()[{key!r}]": value for key, value in config.to_dict().items()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         attributes = {key: _plain(value) for key, value in vars(parameter).items()}
         hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
