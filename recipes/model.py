@@ -127,7 +127,8 @@ def add_adapter(model: nn.Module, peft: Peft) -> nn.Module:
 
 def export(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     """Write what plain Transformers (or, of an adapter, peft) loads with `from_pretrained(folder)`."""
-    model.save_pretrained(folder)
+    with _no_bars_off_terminals():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
