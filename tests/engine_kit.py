@@ -155,6 +155,9 @@ def all_strategies() -> dict[str, object]:
         "segments_replay": ckpt.Segments(size=2, inner="replay"),
         "keep_all": Keep(),
         "keep_mm": keep_ops("mm", "addmm", "bmm"),
+        "offload_inputs": ckpt.Offload(),
+        "offload_kept": ckpt.Offload(what="kept", keep="*"),
+        "offload_mm": ckpt.Offload(what="kept", keep="*mm"),
     }
 
 

@@ -100,7 +100,9 @@ class Capture(TorchDispatchMode):
             return out
         index = self._index
         self._index = index + 1
-        if index in self._wanted and self._ops[index].func is func:
+        if index >= len(self._ops) or self._ops[index].func is not func:
+            self._wanted = frozenset()  # another path than the recorded one: the numbers mean nothing from here on
+        if index in self._wanted:
             op = self._ops[index]
             for meta, tensor in zip(op.outputs, [out] if op.single_output else out, strict=True):
                 if meta is not None and meta.storage in self._storages:

@@ -122,7 +122,9 @@ class Store:
         if fake:
             self._leaving = (tensor, None)
         else:
-            self._leaving = (tensor, self._medium.write(slot, whole_storage(tensor)))
+            with _disable_current_modes():  # a mode that numbers the layer's ops must not count this
+                source = whole_storage(tensor)
+            self._leaving = (tensor, self._medium.write(slot, source))
         self.moved_bytes += num_bytes
         self._note(num_bytes)
         return ticket
