@@ -1,0 +1,63 @@
+"""The optimizers that a prediction knows by name, as objects whose step runs on fake tensors.
+
+Owns names and state sizes. AdamW, Adafactor and SGD are torch's own, in the form that allocates least: fused, or one
+parameter at a time. 8-bit AdamW is a stand-in: its state has the sizes that bitsandbytes gives it, its step changes nothing.
+
+    optimizer = make_optimizer("adamw", model.parameters())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+# bitsandbytes/optim/optimizer.py, Optimizer2State: smaller parameters keep fp32 states; absmax is one fp32 a block.
+_MIN_8BIT_NUMEL, _BLOCK = 4096, 256
+
+
+def make_optimizer(name: str | Factory, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make an optimizer by its name in `Workload.optimizer`, or by the function given there.
+
+    Raises ValueError where a function returns no torch optimizer.
+    """
+    parameters = list(parameters)
+    if callable(name):
+        made = name(parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ValueError(f"workload: optimizer returned a {type(made).__name__}; it must return a torch.optim.Optimizer")
+        return made
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, fused=True)
+    if name == "sgd":
+        return torch.optim.SGD(parameters, fused=True)
+    if name == "adafactor":
+        return torch.optim.Adafactor(parameters)
+    return AdamW8bitSizes(parameters)
+
+
+class AdamW8bitSizes(torch.optim.Optimizer):
+    """The memory of bitsandbytes' AdamW8bit: two bytes a weight and two fp32 a block of 256; its arithmetic is left out."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        super().__init__(parameters, {})
+        self.qmap: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Make the states that are not there yet."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None or self.state[p]:
+                    continue
+                if p.numel() < _MIN_8BIT_NUMEL:
+                    self.state[p] = {key: torch.zeros_like(p, dtype=torch.float32) for key in ("state1", "state2")}
+                    continue
+                if self.qmap is None:
+                    self.qmap = torch.zeros(2, 256, device=p.device)
+                for k in ("1", "2"):
+                    self.state[p][f"state{k}"] = torch.zeros_like(p, dtype=torch.uint8)
+                    self.state[p][f"absmax{k}"] = torch.zeros(-(-p.numel() // _BLOCK), device=p.device)

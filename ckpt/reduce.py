@@ -1,0 +1,123 @@
+"""Which layers of a deep model need no tracing, because others do the same.
+
+Owns the comparison of layers. A layer's key is what its class, shapes, settings and the policy make of it; where keys
+repeat with some period over many layers, four periods stand for all. `Trace.repeat` checks on the traced step that they
+really do the same, so a key that misses a difference costs time, not truth.
+
+    chosen = choose_layers(keys_of(layers, config), policy_keys)      # None: trace them all
+    chosen.kept, chosen.repeats
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt.layers import Layer
+from ckpt.plan import Plan, Policy
+from ckpt.strategies import KeepPolicy, LayerPolicy, OffloadPolicy
+from ckpt.trace import Repeat
+
+NUM_PERIODS = 4
+"""First and last may differ from those within; of the two within, one proves the other."""
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_NOT_A_DIFFERENCE = frozenset({"layer_idx", "layer_index", "block_idx", "training", "_is_hf_initialized"})
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """kept: numbers of the layers that are traced. repeats: in terms of the traced ones. sources: for every layer of the
+    model, which traced one stands for it."""
+
+    kept: tuple[int, ...]
+    repeats: tuple[Repeat, ...]
+    sources: tuple[int, ...]
+
+
+def structure_keys(layers: Sequence[Layer], config: Any) -> list[Hashable]:
+    """Return, layer by layer, what its modules, parameters and the per-layer lists of the config say of it."""
+    lists = [tuple(v) for v in vars(config).values() if isinstance(v, (list, tuple)) and len(v) == len(layers)]
+    return [(_module_key(layer.module), tuple(str(v[layer.index]) for v in lists)) for layer in layers]
+
+
+def policy_keys(policy: Policy, num_layers: int) -> list[Hashable] | None:
+    """Return, layer by layer, what the policy does with it; None for a policy that cannot be asked without ops."""
+    if not isinstance(policy, (Plan, LayerPolicy, KeepPolicy, OffloadPolicy)):
+        return None
+    rules = [policy.rule(i, num_layers) for i in range(num_layers)]
+    sizes: dict[int, list[int]] = {}
+    for i, rule in enumerate(rules):
+        if rule.segment is not None:
+            sizes.setdefault(rule.segment, []).append(i)
+    keys: list[Hashable] = []
+    for i, rule in enumerate(rules):
+        members = sizes.get(rule.segment, [])
+        place = (i - members[0], len(members)) if members else None
+        decisions = frozenset(policy.layers[i].decisions.items()) if isinstance(policy, Plan) else None
+        is_last = i == num_layers - 1  # offloading leaves the last layer's on the device
+        keys.append((rule.replay, rule.inner, rule.offload_input, place, decisions, is_last and getattr(policy, "offload", None) is not None))
+    return keys
+
+
+def choose_layers(structure: Sequence[Hashable], policy: Sequence[Hashable]) -> Chosen | None:
+    """Choose the layers to trace. None if that would be all of them.
+
+    The traced layers stand in the places of the first ones, and models look up what kind of layer comes next by place:
+    so their structure must be that of the first layers, else None.
+    """
+    numbers: dict[Hashable, int] = {}
+    keys = [numbers.setdefault(pair, len(numbers)) for pair in zip(structure, policy, strict=True)]
+    kept: list[int] = []
+    repeats: list[Repeat] = []
+    sources: list[int] = []
+    at = 0
+    while at < len(keys):
+        period, count = _longest_run(keys, at)
+        drop = count - NUM_PERIODS
+        first = len(kept)
+        if drop < 1:
+            kept.append(at)
+            sources.append(first)
+            at += 1
+            continue
+        before, after = 3 * period, (NUM_PERIODS - 3) * period
+        end = at + count * period
+        kept += [*range(at, at + before), *range(end - after, end)]
+        repeats.append(Repeat(first + 2 * period, period, drop))
+        sources += range(first, first + before)
+        sources += [first + 2 * period + k % period for k in range(drop * period)]
+        sources += range(first + before, first + before + after)
+        at = end
+    if len(kept) == len(keys) or any(structure[i] != structure[k] for i, k in enumerate(kept)):
+        return None
+    return Chosen(tuple(kept), tuple(repeats), tuple(sources))
+
+
+def _longest_run(keys: Sequence[int], at: int) -> tuple[int, int]:
+    """Return (period, number of periods) of the run from `at` that saves most layers."""
+    best = (1, 1)
+    for period in range(1, (len(keys) - at) // (NUM_PERIODS + 1) + 1):
+        end = at + period
+        while end < len(keys) and keys[end] == keys[end - period]:
+            end += 1
+        count = (end - at) // period
+        if (count - NUM_PERIODS) * period > max(0, (best[1] - NUM_PERIODS) * best[0]):
+            best = (period, count)
+    return best
+
+
+def _module_key(layer: torch.nn.Module) -> Hashable:
+    parts = []
+    for name, module in layer.named_modules():
+        own = tuple((k, v) for k, v in vars(module).items() if isinstance(v, _PLAIN) and k not in _NOT_A_DIFFERENCE)
+        tensors = tuple(
+            (k, tuple(t.shape), t.stride(), t.dtype, t.requires_grad)
+            for k, t in (*module._parameters.items(), *module._buffers.items())
+            if t is not None
+        )
+        parts.append((name, type(module), own, tensors))
+    return tuple(parts)

@@ -1,0 +1,273 @@
+"""Run real training steps on fake tensors: the model, the engine and the optimizer as they are, without the memory.
+
+Owns the fake model and which of its layers are run; what comes out are `Trace`s. `predict` (`ckpt/predict.py`) reads them,
+the solver runs many.
+
+    simulator = Simulator(model_or_config, Workload(batch_size=1, seq_len=8192))    # once: builds the fake model
+    ran = simulator.run("full")                 # a strategy, its name, a Policy, a Plan, or None: the model as it is
+    ran.peak_bytes, ran.steady.total.max()      # (N,) bytes alive over a step
+    ran.programs[5].record.ops                  # ops of layer 5: keys, bytes, FLOPs, as a policy is asked about them
+    ckpt.predict(simulator, "full", hardware="h100")     # the Prediction, with nothing built again
+
+A run makes two optimizer steps, because the first is not like the others: it records layers and makes optimizer states.
+Layers that do the same are run once and counted as often as they stand (`ckpt/reduce.py`), unless `reduce=False`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedConfig
+
+from ckpt import attention
+from ckpt.attention import bounds as make_bounds
+from ckpt.audit import Audit
+from ckpt.engine.program import Program
+from ckpt.fake import FakeMode, fake_copy, naming_refusals, real_path
+from ckpt.fake_step import LayerMarks, traced_step
+from ckpt.layers import find_layers, unwrapped
+from ckpt.optimizers import make_optimizer
+from ckpt.patching import Applied, applied_to, apply, resolve
+from ckpt.plan import Policy
+from ckpt.precision import prepare
+from ckpt.reduce import Chosen, choose_layers, policy_keys, structure_keys
+from ckpt.timeline import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from ckpt.trace import Trace
+from ckpt.workload import Workload
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Two optimizer steps under one policy.
+
+    first: the step that records. steady: every later one. programs: by layer, what replays it (layers that are not replayed
+    have none). audit: of the layers that were run, by their place among these. num_layers_run: how many those were.
+    """
+
+    first: Trace
+    steady: Trace
+    programs: dict[int, Program]
+    audit: Audit | None
+    policy_name: str | None
+    num_layers: int
+    num_layers_run: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The higher of the two steps' peaks. The first step's update holds nothing that later ones do not."""
+        return max(int(self.steady.total.max()), int(self.first.without_optimizer().max()))
+
+
+class Simulator:
+    """A fake model and its workload, ready to run steps under any policy.
+
+    model: a module (left as it is), a Transformers config, or a module on meta. inputs: keyword arguments of the forward,
+    for models that need others than tokens and labels; tensors of any device. reduce: run equal layers once.
+
+    Raises ValueError for a model that cannot be built or made fake, and for a family that packing is refused for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | PreTrainedConfig,
+        work: Workload,
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        reduce: bool = True,
+    ):
+        self.work = work
+        self.mode = FakeMode()
+        self.model = fake_copy(model, self.mode)
+        self._as_it_is: Applied | None = applied_to(self.model)
+        if work.packing == "isolate" and not _is_packed(self.model):
+            attention.prepare(self.model, "isolate")
+        with self.mode:
+            # Without an optimizer nothing reads master weights, so there are none.
+            self.precision = prepare(self.model, "bf16_pure" if work.dtype == "bf16" and not work.optimizer else work.dtype)
+            self._batches = [_fake_batch(work, inputs) for _ in range(work.grad_accum)]
+        self.layers = find_layers(self.model)
+        self._holder = _holder_of(self.model, [layer.module for layer in self.layers])
+        config = getattr(unwrapped(self.model), "config", None)
+        can_reduce = reduce and self._holder is not None and config is not None and not callable(work.optimizer)
+        self._structure = structure_keys(self.layers, config.get_text_config(decoder=True)) if can_reduce else None
+        self._marks = LayerMarks(self.layers)
+
+    def run(self, strategy: Any, *, loss: str | None = None, tile_mlp: int | str | None = None) -> Simulated:
+        """Make two optimizer steps under a strategy (anything that `ckpt.apply` takes), or None: the model as it is.
+
+        loss, tile_mlp: in place of the workload's. Raises ValueError for a strategy that does not fit the model, and for
+        a forward that asks for the values of tensors, naming op and line.
+        """
+        settings = {"loss": loss or self.work.loss, "tile_mlp": tile_mlp or self.work.tile_mlp}
+        policy = None
+        if strategy is not None:
+            if self._as_it_is is not None:
+                self._as_it_is.undo()
+                self._as_it_is = None
+            policy = resolve(strategy, self.model, self.work)
+        chosen = self._choose(policy if self._as_it_is is None else self._as_it_is.policy)
+        if chosen is not None:
+            try:
+                with self._only(chosen.kept):
+                    ran = self._run(policy, settings, chosen)
+            except (IndexError, KeyError):
+                ran = None  # a forward that looks its layers up in a way that a shortened model does not bear
+            if ran is not None:
+                return ran
+        return self._run(policy, settings, None)
+
+    # -- which layers -----------------------------------------------------------------------------------------------------
+
+    def _choose(self, policy: Policy | None) -> Chosen | None:
+        if self._structure is None:
+            return None
+        keys = [None] * len(self.layers) if policy is None else policy_keys(policy, len(self.layers))
+        return None if keys is None else choose_layers(self._structure, keys)
+
+    @contextmanager
+    def _only(self, kept: Sequence[int]) -> Iterator[None]:
+        """Leave all other layers out of the model."""
+        modules = self._holder._modules
+        everything = dict(modules)
+        modules.clear()
+        modules |= {str(place): self.layers[index].module for place, index in enumerate(kept)}
+        try:
+            yield
+        finally:
+            modules.clear()
+            modules |= everything
+
+    # -- one run ----------------------------------------------------------------------------------------------------------
+
+    def _run(self, policy: Policy | None, settings: dict[str, Any], chosen: Chosen | None) -> Simulated | None:
+        kept = range(len(self.layers)) if chosen is None else chosen.kept
+        places = {index: place for place, index in enumerate(kept)}
+        with ExitStack() as stack:
+            stack.enter_context(naming_refusals())
+            stack.enter_context(self.mode)
+            stack.enter_context(real_path(self.mode, self.work.packing != "isolate"))
+            stack.callback(self.precision.zero_grad)
+            handle = self._as_it_is
+            if policy is not None:
+                shown = policy if chosen is None else _Reduced(policy, kept, len(self.layers))
+                handle = apply(self.model, shown, self.work, **settings)
+                stack.callback(handle.undo)
+            optimizer = self._optimizer()
+            if self.work.hold_gradients:
+                for _, parameter in self.precision.named_parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+            steps = [self._step(optimizer, places, chosen) for _ in range(2)]
+            if None in steps:
+                return None
+            audit = None if handle is None else handle.audit()
+            latest = {} if handle is None else {region.index: region.latest for region in handle.regions}
+        # The regions of a patch that the model came with know their layers by the numbers of the whole model.
+        number = {place: index for index, place in places.items()} if policy is None else dict(enumerate(range(len(kept))))
+        sources = range(len(self.layers)) if chosen is None else chosen.sources
+        programs = {index: latest.get(number[place]) for index, place in enumerate(sources)}
+        return Simulated(
+            *steps,
+            programs={index: program for index, program in programs.items() if program is not None},
+            audit=audit,
+            policy_name=getattr(policy, "name", None),
+            num_layers=len(self.layers),
+            num_layers_run=len(kept),
+        )
+
+    def _optimizer(self) -> torch.optim.Optimizer | None:
+        if self.work.optimizer is None:
+            return None
+        held = set(map(id, self.model.parameters()))  # those of the layers that take part
+        names = {name for name, p in self.precision._trained.items() if id(p) in held}
+        return make_optimizer(self.work.optimizer, [p for name, p in self.precision.named_parameters() if name in names])
+
+    def _step(self, optimizer: Any, places: Mapping[int, int], chosen: Chosen | None) -> Trace | None:
+        missing = np.zeros(5, dtype=np.int64)
+        if chosen is not None:
+            for repeat in chosen.repeats:
+                for place in range(repeat.first, repeat.first + repeat.period):
+                    module = self.layers[chosen.kept[place]].module
+                    missing += repeat.copies * self._held_bytes(module, optimizer)
+        trace = traced_step(
+            self.model, self._batches, optimizer, self.precision, self.work.hold_gradients, self._marks, places
+        )
+        if chosen is None:
+            return trace
+        # A step ends as it began, but for optimizer states that the first one makes; those do not bear on its own peak.
+        return trace.repeat(chosen.repeats, missing, trace.start + missing)
+
+    def _held_bytes(self, layer: nn.Module, optimizer: Any) -> np.ndarray:
+        """(5,) bytes that a layer holds between steps."""
+        held = np.zeros(5, dtype=np.int64)
+        held[PARAMETERS] = sum(t.numel() * t.element_size() for t in (*layer.parameters(), *layer.buffers()))
+        mine = set(map(id, layer.parameters()))
+        for name, trained in self.precision.named_parameters():
+            own = self.precision._trained[name]
+            if id(own) not in mine:
+                continue
+            if trained is not own:
+                held[OPTIMIZER_STATE] += trained.numel() * trained.element_size()
+            if trained.grad is not None:
+                held[GRADIENTS] += trained.grad.numel() * trained.grad.element_size()
+            state = {} if optimizer is None else optimizer.state.get(trained, {})
+            held[OPTIMIZER_STATE] += sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor))
+        return held
+
+
+class _Reduced:
+    """A policy for the whole model, asked about the layers that are left of it."""
+
+    def __init__(self, policy: Policy, kept: Sequence[int], num_layers: int):
+        self.name = policy.name
+        self.offload = getattr(policy, "offload", None)
+        self._policy, self._kept, self._num_layers = policy, tuple(kept), num_layers
+
+    def rule(self, index: int, num_layers: int):
+        return self._policy.rule(self._kept[index], self._num_layers)
+
+    def decide(self, index: int, op: Any):
+        return self._policy.decide(self._kept[index], op)
+
+    def complaint(self, seen, matched, dynamic) -> str | None:
+        whole = self._kept
+        return self._policy.complaint(
+            {whole[i]: keys for i, keys in seen.items()},
+            {whole[i]: count for i, count in matched.items()},
+            {whole[i] for i in dynamic},
+        )
+
+
+def _holder_of(model: nn.Module, layers: list[nn.Module]) -> nn.ModuleList | None:
+    """Return the list whose items are the layers, in order; None if they stand otherwise."""
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
+    return next((m for m in lists if len(m) == len(layers) and all(map(lambda a, b: a is b, m, layers))), None)
+
+
+def _is_packed(model: nn.Module) -> bool:
+    configs = (vars(module).get("config") for module in model.modules())
+    names = (getattr(config, "_attn_implementation", None) for config in configs)
+    return any(name in (attention.NAME, attention.NAME_EAGER) for name in names)
+
+
+def _fake_batch(work: Workload, inputs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Make one micro-batch, by the keys of the training data (`recipes/data`)."""
+    if inputs is not None:
+        return tree_map(
+            lambda v: torch.empty_like(v, device="cpu").requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v,
+            dict(inputs),
+        )
+    shape = (work.batch_size, work.seq_len)
+    batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
+    if work.packing == "isolate":
+        slots = make_bounds.num_slots(*shape, documents=work.batch_size)
+        bounds = torch.zeros(slots, dtype=torch.int32)
+        batch |= {"position_ids": torch.zeros(shape, dtype=torch.long), "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        batch |= {"max_length_q": work.seq_len, "max_length_k": work.seq_len}
+    return batch
