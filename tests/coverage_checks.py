@@ -48,31 +48,52 @@ class Check:
     """Whether layers must have been run again in backward."""
 
 
-class _Chunked:
-    """Full checkpointing with the loss in chunks of 7 tokens: several a batch, the last one short."""
+@dataclasses.dataclass
+class _Noted:
+    """A strategy in force, with what else is to be undone and told."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.applied = ckpt.apply(model, "full")
-        try:
-            self.loss = attach_chunked_loss(model, chunk_tokens=7)
-        except BaseException:
-            self.applied.undo()
-            raise
+    applied: ckpt.Applied
+    note: Callable[[], str]
+    loss: Any = None
 
     def audit(self) -> ckpt.Audit:
         return self.applied.audit()
 
     def undo(self) -> None:
-        self.loss.undo()
+        if self.loss is not None:
+            self.loss.undo()
         self.applied.undo()
 
-    def note(self) -> str:
-        report = self.loss.report()
+
+def _chunked(model: nn.Module) -> _Noted:
+    """Full checkpointing with the loss in chunks of 7 tokens: several a batch, the last one short."""
+    applied = ckpt.apply(model, "full")
+    try:
+        loss = attach_chunked_loss(model, chunk_tokens=7)
+    except BaseException:
+        applied.undo()
+        raise
+
+    def note() -> str:
+        report = loss.report()
         return report["mode"] if report["mode"] == "chunked" else f"{report['mode']}: {report['reason']}"
 
+    return _Noted(applied, note, loss)
 
-def _apply(strategy: str, *, loss: str = "full", tile_mlp: int = 1, **fields: Any) -> Callable[[nn.Module], Any]:
-    return lambda model: ckpt.apply(model, ckpt.strategies.make(strategy, **fields), loss=loss, tile_mlp=tile_mlp)
+
+def _tiled(model: nn.Module) -> _Noted:
+    """Full checkpointing with the MLPs in three tiles, of which the last is shorter."""
+    applied = ckpt.apply(model, "full", tile_mlp=3)
+
+    def note() -> str:
+        tiled = f"{len(applied.chains)} of {applied.num_layers} layers tiled"
+        return "; ".join([tiled, *dict.fromkeys(applied.not_tiled.values())])
+
+    return _Noted(applied, note)
+
+
+def _apply(strategy: str, **fields: Any) -> Callable[[nn.Module], ckpt.Applied]:
+    return lambda model: ckpt.apply(model, ckpt.strategies.make(strategy, **fields))
 
 
 CHECKS: dict[str, Check] = {
@@ -85,9 +106,13 @@ CHECKS: dict[str, Check] = {
     "attention": Check(_apply("selective", keep="attention")),
     "attention+matmul+moe": Check(_apply("selective", keep="attention+matmul+moe")),
     "by_price": Check(_apply("selective", keep="by_price", min_flops_per_byte=32.0)),
-    "chunked": Check(_Chunked, tolerance=REORDERED),
+    "offload_inputs": Check(_apply("offload", target="host", what="inputs")),
+    "offload_kept": Check(_apply("offload", target="host", what="kept", keep="attention+matmul+moe")),
+    "offload_disk": Check(_apply("offload", target="disk", what="inputs")),
+    "tiled": Check(_tiled, tolerance=REORDERED),
+    "chunked": Check(_chunked, tolerance=REORDERED),
 }
-"""Name -> check. The selective strategy appears under its keep-lists."""
+"""Name -> check. The selective strategy appears under its keep-lists; tiled and chunked replay in full."""
 
 def batches(model: nn.Module) -> list[dict[str, Any]]:
     """Three steps: other tokens on the second (other routing), another length on the third."""

@@ -23,7 +23,7 @@ class Row:
     (exact, but the undo or the random state is not), unproved (exact, but nothing was replayed), error, timeout, crashed."""
     cause: str = ""
     note: str = ""
-    """Whether the loss ran in chunks, or why not; gradients beyond 1e-6 that one unit in the last place of the weights
+    """Whether the loss ran in chunks, or why not; how many layers were tiled, and why others were not; gradients beyond 1e-6 that one unit in the last place of the weights
     changes as much."""
     random: bool | None = None
     """True if the model draws random numbers in training: dropout or routing noise is really on."""
