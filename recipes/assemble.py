@@ -18,7 +18,6 @@ import ckpt
 from ckpt import strategies
 from ckpt.attention import choose, prepare, watch_masks
 from ckpt.layers import find_layers
-from ckpt.workload import Workload
 from recipes.config import Config
 from recipes.data import Data, build_data
 from recipes.loop import unwrapped
@@ -26,6 +25,7 @@ from recipes.optim import build_optimizer, build_scheduler
 from recipes.precision import DTYPES, Precision
 from recipes.rundir import RunDir
 from recipes.train_state import TrainState
+from recipes.workload import workload_of
 
 
 def read_data(cfg: Config, tokenizer: Any, run: RunDir) -> Data:
@@ -73,20 +73,6 @@ def apply_strategy(cfg: Config, model: nn.Module, run: RunDir) -> ckpt.Applied:
         for layer in find_layers(model):
             layer.module.compile()
     return handle
-
-
-def workload_of(cfg: Config) -> Workload:
-    """Return the step that `cfg` asks for, as strategies that plan and predictions need it."""
-    return Workload(
-        batch_size=cfg.batch_size,
-        seq_len=cfg.seq_len,
-        dtype=cfg.dtype,
-        optimizer="adamw",
-        grad_accum=cfg.grad_accum,
-        loss=cfg.loss,
-        tile_mlp=cfg.tile_mlp,
-        packing=cfg.data.packing,
-    )
 
 
 def make_train_state(cfg: Config, model: nn.Module, precision: Precision, data: Data) -> TrainState:

@@ -47,9 +47,11 @@ def train(cfg: Config, state: TrainState, data: Data, run: RunDir, meter: Meter,
             measured = probe.due(step)
             meter.start(measured)
             batches = [next(data.train) for _ in range(cfg.grad_accum)]
-            with probe.measure(step, batches) if measured else contextlib.nullcontext():
+            with probe.measure(batches) if measured else contextlib.nullcontext():
                 loss, grad_norm = optimizer_step(state, batches, cfg.optim.clip, scales, step)
             metrics = {"step": step, "loss": loss, "grad_norm": grad_norm, **meter.stop(batches)}
+            if measured:
+                probe.record(step)
 
             state.progress["tokens"] += metrics["tokens"]
             metrics |= {"total_tokens": state.progress["tokens"], "learning_rate": state.scheduler.get_last_lr()[0]}

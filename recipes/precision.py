@@ -1,4 +1,4 @@
-"""The number formats of training: they live in `ckpt.precision`, because a prediction casts and copies just as a run does."""
+"""The number formats of training, from `ckpt.precision`: a prediction casts and copies just as a run does."""
 
 from ckpt.precision import DTYPES, Precision, prepare
 

@@ -4,7 +4,8 @@ Owns when a step is measured and what is written of it: residents and peak in su
 step is part of training like any other, only slower, so the meter leaves its time out.
 
     probe = Probe(cfg, handle, model, optimizer, run, meter)
-    with probe.measure(step, batches): ...                # if probe.due(step)
+    with probe.measure(batches): ...                      # if probe.due(step)
+    probe.record(step)                                    # writes files, when the clock has stopped
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from torch import nn
 from ckpt.flops import FlopCounter
 from ckpt.flops_attention import attention_layout
 from ckpt.ledger import measure
+from ckpt.plan import Plan
 from recipes.config import Config
 from recipes.meter import Meter, StepFlops, num_pairs
 from recipes.picture import draw_memory
 from recipes.rundir import RunDir
+from recipes.workload import workload_of
 
 WARMUP_STEPS = 2
 """Steps before the first probe: optimizer state is made in the first, and CUDA's caches settle."""
@@ -35,6 +38,11 @@ class Probe:
     ):
         self.handle, self.model, self.optimizer = handle, model, optimizer
         self.run, self.meter = run, meter
+        self.source = {
+            "strategy": {"name": cfg.strategy.name, **cfg.strategy.fields},
+            "model": cfg.model.name,
+            "workload": workload_of(cfg).to_dict(),
+        }
         self.first = min(start + WARMUP_STEPS + 1, cfg.steps)
         self.every = cfg.measure_every
         if cfg.compile and meter.device.type == "cpu":
@@ -46,35 +54,52 @@ class Probe:
         return step == self.first or bool(self.first and self.every and step > self.first and step % self.every == 0)
 
     @contextlib.contextmanager
-    def measure(self, step: int, batches: list[dict[str, Any]]) -> Iterator[None]:
-        """Measure what runs inside; write it when the block ends without an error."""
+    def measure(self, batches: list[dict[str, Any]]) -> Iterator[None]:
+        """Measure what runs inside, and tell the meter."""
         before = self.handle.audit()
         with measure(self.model, self.optimizer, inputs=batches) as ledger, FlopCounter() as counter:
             yield
-        after = self.handle.audit()
-        recomputed = after.flops_run_again - before.flops_run_again
-        self.meter.flops = step_flops(counter, recomputed, batches)
+        self.ledger, self.step_flops = ledger, counter.total
+        self.recompute_flops = self.handle.audit().flops_run_again - before.flops_run_again
+        self.ops_run_before = sum(layer.ops_run_again for layer in before.layers)
+        self.meter.flops = step_flops(counter, self.recompute_flops, batches)
         self.meter.peak_bytes = {
             "peak_allocated_bytes": ledger.peak_bytes,
             "peak_reserved_bytes": ledger.peak_reserved_bytes,
         }
-        run = self.run
+
+    def record(self, step: int) -> None:
+        """Write what the last measured step, `step`, told: summary, plan and picture, here and to the tracker."""
+        run, layers = self.run, self.handle.audit().layers
         run.update(
-            peak_bytes=ledger.peak_bytes,
-            residents=ledger.residents,
-            step_flops=counter.total,
-            recompute_flops=recomputed,
+            peak_bytes=self.ledger.peak_bytes,
+            residents=self.ledger.residents,
+            step_flops=self.step_flops,
+            recompute_flops=self.recompute_flops,
             probe_step=step,
             ops={
-                "kept": sum(layer.ops_kept for layer in after.layers),
-                "run again": sum(layer.ops_run_again for layer in after.layers)
-                - sum(layer.ops_run_again for layer in before.layers),
+                "kept": sum(layer.ops_kept for layer in layers),
+                "run again": sum(layer.ops_run_again for layer in layers) - self.ops_run_before,
             },
         )
         if run.writes:
-            self.handle.plan().save(run.path / "plan.json")
-            draw_memory(ledger, run.path / "memory.png", predicted_peak_bytes=run.summary["predicted_peak_bytes"])
+            plan = self.handle.plan()
+            plan.source = self.source | {"measured_peak_bytes": self.ledger.peak_bytes}
+            run.save_json("plan.json", plan.to_dict())
+            run.tracker.table("plan", ("layers", "op", "decision"), plan_rows(plan))
+            draw_memory(self.ledger, run.path / "memory.png", predicted_peak_bytes=run.summary["predicted_peak_bytes"])
             run.tracker.picture("memory", run.path / "memory.png")
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """List a plan as (layers, op, decision), equal layers together; a layer that keeps everything is one row."""
+    rows = []
+    for group in plan.to_dict()["layers"]:
+        layers = ",".join(map(str, group["indices"]))
+        if not group["replay"]:
+            rows.append((layers, "all", "keep"))
+        rows += [(layers, op, decision) for op, decision in group["decisions"].items()]
+    return rows
 
 
 def step_flops(counter: FlopCounter, recomputed: int, batches: list[dict[str, Any]]) -> StepFlops:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ckpt.plan import Plan
 from recipes import finetune, pretrain, probe, train_state
 from recipes.config import from_dict
 from recipes.rundir import open_run
@@ -79,6 +80,9 @@ def test_run_leaves_every_file_and_field(tmp_path, text):
     } <= set(lines[-1])  # fmt: skip
     assert lines[-1]["hardware_flops_utilization"] > lines[-1]["model_flops_utilization"] > 0
     assert lines[-1]["peak_allocated_bytes"] == summary["peak_bytes"]
+    plan = Plan.load(run.path / "plan.json")
+    assert len(plan.layers) == 3 and plan.source["strategy"] == {"name": "selective"}
+    assert {op for _, op, decision in probe.plan_rows(plan) if decision == "keep"} == {"self_attn/attention#0"}
     manifest = json.loads((run.path / "manifest.json").read_text())
     assert manifest["attention"]["implementation"] == "ckpt_packed"
     assert manifest["data"]["sha256"]
