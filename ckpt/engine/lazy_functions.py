@@ -35,14 +35,12 @@ def handler_of(name: str, args: tuple) -> Callable[..., Any] | None:
 def is_metadata(func: Callable, name: str) -> bool:
     """Return whether shape, dtype and place answer the call, so that values are not needed."""
     if func.__name__ == "__get__":
-        return name.startswith("is_") or name in _ATTRIBUTES
+        return name not in _VALUES
     return name in _QUESTIONS
 
 
-_ATTRIBUTES = {
-    *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize"),
-    *("requires_grad", "grad_fn", "grad", "retains_grad", "output_nr", "_version", "_backward_hooks"),
-}
+# Attributes of a tensor that hold its values; all others are metadata or the graph's.
+_VALUES = {"T", "mT", "H", "mH", "real", "imag", "data", "__cuda_array_interface__"}
 _QUESTIONS = {
     *("size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "is_contiguous", "element_size"),
     *(
@@ -223,9 +221,11 @@ def _chunk_tokens(logits) -> int:
 
 
 def _register_hook(func, logits, hook):
-    # FSDP2 hooks every output that requires a gradient, to learn that backward has begun: the loss tells it as well.
-    if not getattr(hook, "__module__", "").startswith("torch."):
+    # FSDP2 hooks a module's outputs to learn that backward has come to it, and gathers the parameters then. Whatever
+    # stands for the logits in the graph, the loss or real logits, has to tell it.
+    if not getattr(hook, "__module__", "").startswith("torch.distributed."):
         return _retain_grad(func, logits)
+    logits.state.call.backward_hooks.append(hook)
     with torch._C.DisableTorchFunctionSubclass():
         return func(logits, hook)
 

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map
 
 from ckpt.engine.lazy_functions import handler_of, is_metadata, name_of
 from ckpt.engine.lazy_state import State, Stats, is_lazy
-from ckpt.engine.loss_heads import HeadCall, Operation
+from ckpt.engine.loss_call import HeadCall
+from ckpt.engine.loss_heads import Operation
 
 
 class LazyLogits(torch.Tensor):
@@ -96,7 +97,7 @@ def real(logits: Tensor, reason: str) -> Tensor:
         state.stats.made_real_by.append(reason)
         wants_graph = state.wants_graph()
         with torch.set_grad_enabled(wants_graph):
-            state.real = state.call.compute(state.hidden, state.operations)
+            state.real = state.call.announce_backward(state.call.compute(state.hidden, state.operations))
         state.real_grad_mode = wants_graph
     return state.real
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt.engine.loss_heads import HeadCall, Operation
+from ckpt.engine.loss_call import HeadCall
+from ckpt.engine.loss_heads import Operation
 
 
 @dataclasses.dataclass

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from ckpt.engine.lazy_logits import lazy
 from ckpt.engine.lazy_state import Stats
-from ckpt.engine.loss_heads import HeadCall
+from ckpt.engine.loss_call import HeadCall
 
 logger = logging.getLogger(__name__)
 

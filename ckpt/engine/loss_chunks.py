@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from ckpt.engine.loops import turns
-from ckpt.engine.loss_heads import HeadCall, Operation, accumulation_dtype
+from ckpt.engine.loss_call import HeadCall
+from ckpt.engine.loss_heads import Operation, accumulation_dtype
 
 # 512 tokens are enough for full GEMM speed (one Xeon core, V=32,000, D=256 and 1024: 256 to 1024 tokens within 5%).
 MIN_AUTO_TOKENS = 512
@@ -71,7 +72,8 @@ def chunked_cross_entropy(
     with call.ready():
         parameters = call.parameters()
         job = _Job(call, tuple(operations), reduction, chunk_tokens, torch.is_grad_enabled(), bool(parameters))
-        return _ChunkedCrossEntropy.apply(job, hidden, target.to(hidden.device), *parameters)
+        loss = _ChunkedCrossEntropy.apply(job, hidden, target.to(hidden.device), *parameters)
+    return call.announce_backward(loss)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,7 +147,7 @@ def _run(
     rows, labelled = positions.rows, positions.labelled
     num_rows = hidden.shape[0] if rows is None else rows.shape[0]
     starts = range(0, num_rows, job.chunk_tokens)
-    head = job.call.begin(job.operations, hidden, len(starts), want_grad)
+    head = job.call.begin(job.operations, len(starts), want_grad)
     total = hidden.new_zeros((), dtype=accumulation_dtype(hidden.dtype))
     scale = positions.count.clamp(min=1).to(total.dtype).reciprocal() if reduction.kind == "mean" else None
     of_hidden = None
