@@ -35,7 +35,8 @@ class Skip:
 class SkipWrite:
     """Return the tensor that would have been written, as it is.
 
-    fed: number of the written storage if what is fed holds its last value already. is_dead: nothing of it was made."""
+    fed: number of the written storage if what is fed holds its last value already. is_dead: nothing of it was made.
+    Otherwise the write went outside the layer."""
 
     def __init__(self, op: Op, fed: int | None = None, is_dead: bool = False):
         self._func, self._fed, self._is_dead = op.func, fed, is_dead
@@ -47,6 +48,8 @@ class SkipWrite:
             raise Mismatch
         if self._is_dead and not is_placeholder(target):
             raise Mismatch
+        if self._fed is None and not self._is_dead:
+            frame.unwritten.note([target])
         return target if self._returns else None
 
 
@@ -74,7 +77,9 @@ class RunOnCopies:
         self._func = op.func
 
     def __call__(self, frame, args, kwargs):
-        return run_on_copies(self._func, args, kwargs, written_arguments(self._func, args, kwargs))
+        written = written_arguments(self._func, args, kwargs)
+        frame.unwritten.note(written)
+        return run_on_copies(self._func, args, kwargs, written)
 
 
 def run_on_copies(func, args, kwargs, written: list[torch.Tensor]):

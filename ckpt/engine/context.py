@@ -93,6 +93,11 @@ def _set_sdp_flags(flags: tuple[bool, ...]) -> None:
         setter(flag)
 
 
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set the counter of in-place writes by which autograd sees that a saved tensor was modified."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 @dataclass(frozen=True, slots=True)
 class GeneratorStates:
     """State of the default generators: 5 KiB for the CPU's, 16 bytes for a CUDA device's."""

@@ -20,7 +20,7 @@ from ckpt.engine.bypass import python_functions
 from ckpt.engine.call import Call
 from ckpt.engine.context import GeneratorStates, Settings, generators
 from ckpt.engine.modes import Capture, Replay
-from ckpt.engine.outside import WriteNothingOutside
+from ckpt.engine.outside import Unwritten, WriteNothingOutside
 from ckpt.engine.program import Pack, Program, Stage
 from ckpt.engine.record import Op, Record, Recorder, TensorMeta
 from ckpt.engine.store import Ticket
@@ -78,6 +78,7 @@ class Frame:
         self._late: list[_Late] = []
         self._candidates: dict[int, torch.Tensor] = {}  # storage -> output, while recording
         self._state: list[tuple[torch.Tensor, int, int | None]] = []  # parameter or buffer, version, storage number
+        self.unwritten = Unwritten()
         self._made: dict[int, torch.Tensor] = {}  # pack number -> replayed tensor, until backward takes it
         self._given: dict[int, weakref.ref] = {}
         self._shapes: list | None = None if program is None else [(s.shape, s.dtype) for s in program.record.saved]
@@ -363,6 +364,8 @@ class Frame:
                         output = self.call.again()
                 except _Finished:
                     pass
+                finally:
+                    self.unwritten.restore()
         if isinstance(mode, Replay) and mode.failed:
             raise Mismatch  # the layer caught it
         if count < last:
@@ -377,7 +380,7 @@ class Frame:
     def _shield(self, stage: Stage | None):
         """Return what a replay without actions runs under."""
         if stage is None and (self.program is None or self.program.writes_outside):
-            return WriteNothingOutside()
+            return WriteNothingOutside(self.unwritten)
         return nullcontext()
 
     def _check_unchanged(self, stage: Stage | None) -> None:
@@ -402,7 +405,10 @@ class Frame:
             torch.enable_grad(),
             self._shield(None),
         ):
-            output = self.call.again()
+            try:
+                output = self.call.again()
+            finally:
+                self.unwritten.restore()
         self.region.count_replay(None, None, self.program)
         return output
 

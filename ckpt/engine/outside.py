@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ckpt.engine.actions import run_on_copies
+from ckpt.engine.context import set_version
 from ckpt.engine.ops import written_arguments
 from ckpt.engine.record import EXTERNAL, Op, Record
 
@@ -71,17 +72,36 @@ def overwritten_after_read(record: Record) -> int | None:
     return None
 
 
+class Unwritten:
+    """Tensors that a replay did not write. Autograd counts a write before any mode is asked, so that the tensors would
+    look modified to whoever saved them: `restore` puts their version counters back."""
+
+    def __init__(self):
+        self._versions: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def note(self, tensors: list[torch.Tensor]) -> None:
+        for t in tensors:
+            self._versions.setdefault(id(t), (t, t._version))
+
+    def restore(self) -> None:
+        for tensor, version in self._versions.values():
+            set_version(tensor, version)
+        self._versions.clear()
+
+
 class WriteNothingOutside(TorchDispatchMode):
     """Run a layer plainly, but keep it from writing into anything that it did not make itself."""
 
-    def __init__(self):
+    def __init__(self, unwritten: Unwritten):
         super().__init__()
+        self._unwritten = unwritten
         self._made: dict[int, StorageWeakRef] = {}  # by address, which a weak reference keeps from being used again
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         written = written_arguments(func, args, kwargs)
         outside = [t for t in written if _address(t) not in self._made]
+        self._unwritten.note(outside)
         if outside and len(outside) == len(written) and _returns_what_it_writes(func):
             num_returned = len(func._schema.returns)
             return None if num_returned == 0 else written[0] if num_returned == 1 else tuple(written)
