@@ -19,7 +19,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 
 from ckpt.engine.loops import turns
 from ckpt.engine.loss_call import HeadCall
@@ -120,8 +119,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, incoming: Tensor):
+        if torch.is_grad_enabled():
+            raise RuntimeError("loss='chunked' has no second derivative (create_graph=True). Use loss='full'.")
         if ctx.gradients is None:
             raise RuntimeError(
                 "Backward reached the chunked loss a second time. Its gradients are made in the forward and handed out "
