@@ -62,7 +62,7 @@ class Simulated:
     @property
     def peak_bytes(self) -> int:
         """The higher of the two steps' peaks. The first step's update holds nothing that later ones do not."""
-        return max(int(self.steady.total.max()), int(self.first.without_optimizer().max()))
+        return max(int(self.steady.total.max()), int(self.first.total[self.first.before_optimizer].max()))
 
 
 class Simulator:

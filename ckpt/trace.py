@@ -85,9 +85,10 @@ class Trace:
         """Most bytes offloaded at once."""
         return int(np.cumsum(self.host).max(initial=0))
 
-    def without_optimizer(self) -> np.ndarray:
-        """(N+1,) as `total`, with 0 where the optimizer steps."""
-        return np.where(np.concatenate([[False], self.phase == OPTIMIZER_STEP]), 0, self.total)
+    @property
+    def before_optimizer(self) -> np.ndarray:
+        """(N+1,) whether a point lies in forward or backward."""
+        return np.concatenate([[True], self.phase != OPTIMIZER_STEP])
 
     def flops(self, replayed_only: bool = False) -> int:
         """Return the FLOPs of all ops, or of those run again in backward."""
