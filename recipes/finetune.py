@@ -14,7 +14,7 @@ from recipes.assemble import apply_strategy, make_train_state, read_data, resume
 from recipes.config import Config
 from recipes.device import be_deterministic, choose_device
 from recipes.loop import evaluate, loss_takes_num_items, train
-from recipes.meter import Meter, peak_flops
+from recipes.meter import Meter, device_peak
 from recipes.model import add_adapter, build_model, build_tokenizer, describe, export, load_config
 from recipes.precision import DTYPES, prepare
 from recipes.probe import Probe
@@ -44,7 +44,9 @@ def main(cfg: Config, run: RunDir) -> None:
         run.update(eval_loss_before=loss_before)
         if loss_before is not None:
             run.console.say(f"held-out loss before training: {loss_before:.3f}")
-    meter = Meter(device, peak_flops(device, DTYPES[cfg.dtype]))
+    peak = device_peak(device, DTYPES[cfg.dtype])
+    run.describe(utilization=peak.to_dict())
+    meter = Meter(device, peak)
     probe = Probe(cfg, handle, model, state.optimizer, run, meter, start)
     train(cfg, state, data, run, meter, probe, start)
 

@@ -126,7 +126,8 @@ def batch_loss(model: nn.Module, batch: Batch, num_items: int, num_batches: int,
     # A tensor, as Trainer passes it: a number would make torch.compile compile again for each new value.
     out = model(**inputs, use_cache=False, num_items_in_batch=torch.tensor(max(num_items, 1), device=device))
     if num_batches > 1 and getattr(out, "aux_loss", None) is not None:
-        return out.loss - model.config.router_aux_loss_coef * out.aux_loss * (1 - 1 / num_batches)
+        weight = unwrapped(model).config.get_text_config().router_aux_loss_coef
+        return out.loss - weight * out.aux_loss * (1 - 1 / num_batches)
     return out.loss
 
 

@@ -2,16 +2,11 @@
 
 Owns the clock of a step. Probe steps and the first step of a process are left out of the run's throughput.
 
-    meter = Meter(device, peak_flops(device, dtype))
+    meter = Meter(device, device_peak(device, dtype))
     meter.start(); ...; metrics = meter.stop(batches)        # seconds, tokens, tokens/s, utilization
     meter.flops = StepFlops(...)                             # from a probe step; until then utilization is None
 
-Convention. *Tokens* are those that are not padding. *Model FLOPs* are what a step needs once: forward, and backward
-without anything run again; *hardware FLOPs* are all that ran, replayed layers and the scores that a fused attention
-backward makes again included. Both count contractions alone (a multiply-add is two), causal attention at half of the
-full matrix, packed documents each on its own (`ckpt.flops.CAUSAL_CONVENTION`). Utilization divides by the device's
-dense peak in the dtype of the matmuls. The FLOPs of a probe step are counted op by op; other steps are scaled from it,
-matmuls by tokens and attention by query-key pairs.
+What the figures mean stands in CONVENTION, and in every manifest.
 """
 
 from __future__ import annotations
@@ -21,6 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from ckpt.flops import CAUSAL_CONVENTION
+
+CONVENTION = (
+    "Tokens are those that are not padding. Model FLOPs (MFU) are what a step needs once: forward, and backward with "
+    "nothing run again. Hardware FLOPs (HFU) are all that ran, replayed layers and the scores that a fused attention "
+    "backward makes again included. Both count contractions alone, a multiply-add as two. "
+    f"{CAUSAL_CONVENTION} Utilization divides by the device's dense peak in the dtype of the matmuls. FLOPs of a probe "
+    "step are counted op by op; other steps are scaled from it, matmuls by tokens, attention by query-key pairs."
+)
 
 Batch = dict[str, Any]
 
@@ -41,6 +46,18 @@ _PEAKS = (
     ("RTX 4090", 165e12, 82.6e12),
     ("RTX 3090", 71e12, 35.6e12),
 )
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s that a device could do at most, and how that is known."""
+
+    flops: float
+    source: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the manifest says of utilization."""
+        return {"peak_flops": self.flops, "peak_source": self.source, "convention": CONVENTION}
 
 
 @dataclass(frozen=True)
@@ -68,10 +85,10 @@ class StepFlops:
 
 @dataclass
 class Meter:
-    """Times steps on one device whose peak is `peak_flops` FLOP/s."""
+    """Times steps on one device."""
 
     device: torch.device
-    peak_flops: float
+    peak: Peak
     flops: StepFlops | None = None
     peak_bytes: dict[str, int | None] = field(
         default_factory=lambda: {"peak_allocated_bytes": None, "peak_reserved_bytes": None}
@@ -122,7 +139,7 @@ class Meter:
         return {"tokens_per_second": self._tokens / self._seconds if self._seconds else None}
 
     def _utilization(self, flops: float | None, seconds: float) -> float | None:
-        return None if flops is None else flops / seconds / self.peak_flops
+        return None if flops is None else flops / seconds / self.peak.flops
 
 
 def num_pairs(batch: Batch) -> float:
@@ -133,14 +150,15 @@ def num_pairs(batch: Batch) -> float:
     return float(batch["cu_seq_lens_q"].diff().double().square().sum()) / 2
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+def device_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     """Return the dense peak FLOP/s of a device: from its data sheet, else measured with one matmul."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for part, half, single in _PEAKS:
             if part in name:
-                return half if dtype in (torch.bfloat16, torch.float16) else single
-    return measure_matmul(device, dtype)
+                flops = half if dtype in (torch.bfloat16, torch.float16) else single
+                return Peak(flops, f"data sheet of {part}")
+    return Peak(measure_matmul(device, dtype), "fastest of a few square matmuls, measured at the start")
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:

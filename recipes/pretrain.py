@@ -12,7 +12,7 @@ from recipes.assemble import apply_strategy, make_train_state, read_data, resume
 from recipes.config import Config
 from recipes.device import be_deterministic, choose_device
 from recipes.loop import train
-from recipes.meter import Meter, peak_flops
+from recipes.meter import Meter, device_peak
 from recipes.model import build_model, build_tokenizer, describe, export, load_config
 from recipes.precision import DTYPES, prepare
 from recipes.probe import Probe
@@ -41,7 +41,9 @@ def main(cfg: Config, run: RunDir) -> None:
     state = make_train_state(cfg, model, precision, data)
     start = resume(cfg, state, run)
 
-    meter = Meter(device, peak_flops(device, DTYPES[cfg.dtype]))
+    peak = device_peak(device, DTYPES[cfg.dtype])
+    run.describe(utilization=peak.to_dict())
+    meter = Meter(device, peak)
     probe = Probe(cfg, handle, model, state.optimizer, run, meter, start)
     train(cfg, state, data, run, meter, probe, start)
 

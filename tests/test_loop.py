@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from recipes.config import Config, Eval, Optim
 from recipes.loop import batch_loss, evaluate, loss_takes_num_items, optimizer_step, train
-from recipes.meter import Meter
+from recipes.meter import Meter, Peak
 from recipes.optim import build_optimizer, build_scheduler
 from recipes.precision import prepare
 from recipes.rng import seed_everything
@@ -114,7 +114,7 @@ def start(cfg, dropout=0.0, augment=False, seed=0, hook=None):
             run.rewind(first)
         if hook:
             hook(state, run)
-        train(cfg, state, data, run, Meter(torch.device("cpu"), 1e12), NoProbe(), first)
+        train(cfg, state, data, run, Meter(torch.device("cpu"), Peak(1e12, "")), NoProbe(), first)
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     return run, model, [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 

@@ -86,6 +86,7 @@ def test_run_leaves_every_file_and_field(tmp_path, text):
     manifest = json.loads((run.path / "manifest.json").read_text())
     assert manifest["attention"]["implementation"] == "ckpt_packed"
     assert manifest["data"]["sha256"]
+    assert manifest["utilization"]["peak_flops"] > 0 and "Model FLOPs" in manifest["utilization"]["convention"]
 
 
 @pytest.mark.parametrize("loss", ["chunked", "full"])
@@ -183,6 +184,25 @@ def test_finetune_with_lora_saves_an_adapter_and_resumes_exactly(tmp_path, text)
     run_program(tmp_path, text, name="again", steps=3, **values)
     _, lines = run_program(tmp_path, text, name="again", steps=6, resume=True, **values)
     assert [line[:3] for line in losses(lines)] == [line[:3] for line in losses(expected)]
+
+
+def test_finetune_on_chats_learns_the_assistants_tokens(tmp_path, text):
+    chats = tmp_path / "chats.jsonl"
+    with open(chats, "w") as file:
+        for number in range(20):
+            turns = [("user", f"What is {number}?"), ("assistant", f"It is {'odd' if number % 2 else 'even'}.")]
+            file.write(json.dumps({"messages": [{"role": role, "content": said} for role, said in turns]}) + "\n")
+    run, lines = run_program(
+        tmp_path,
+        text,
+        program=finetune.main,
+        data={"source": "chat", "path": str(chats), "eval_fraction": 0.2},
+        strategy={"name": "selective"},
+        steps=20,
+        seq_len=128,
+    )
+    assert run.summary["eval_loss"] < run.summary["eval_loss_before"] - 1
+    assert (run.path / "export" / "model.safetensors").exists() is False  # export is the recipe file's choice
 
 
 def test_exported_model_loads_in_plain_transformers_and_keeps_its_config(tmp_path, text):

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ckpt
 from ckpt.flops import FlopCounter
 from recipes import meter as meters
-from recipes.meter import Meter, StepFlops, measure_matmul, num_pairs, peak_flops
+from recipes.meter import Meter, Peak, StepFlops, device_peak, measure_matmul, num_pairs
 from recipes.probe import step_flops
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_pairs_of_packed_documents_count_each_on_its_own():
 
 
 def test_throughput_leaves_out_the_first_step_and_probe_steps(clock):
-    meter = Meter(CPU, 1e9)
+    meter = Meter(CPU, Peak(1e9, ""))
     timed(meter, clock, 100.0)
     assert meter.summary() == {"tokens_per_second": None}
     timed(meter, clock, 2.0)
@@ -52,12 +52,12 @@ def test_throughput_leaves_out_the_first_step_and_probe_steps(clock):
 
 
 def test_padding_is_no_token(clock):
-    metrics = timed(Meter(CPU, 1e9), clock, 2.0, batch_of(padding=20))
+    metrics = timed(Meter(CPU, Peak(1e9, "")), clock, 2.0, batch_of(padding=20))
     assert metrics["tokens"] == 12 and metrics["tokens_per_second"] == 6.0 and metrics["step_seconds"] == 2.0
 
 
 def test_utilization_is_unknown_until_flops_were_counted_then_follows_its_formula(clock):
-    meter = Meter(CPU, peak_flops=1000.0)
+    meter = Meter(CPU, Peak(1000.0, ""))
     assert timed(meter, clock, 1.0)["model_flops_utilization"] is None
     meter.flops = StepFlops(
         hardware_matmul=800, hardware_attention=400, model_matmul=640, model_attention=320, positions=32, pairs=256.0
@@ -119,7 +119,7 @@ def test_model_flops_do_not_depend_on_the_strategy_and_hardware_flops_do(strateg
 def test_matmul_is_measured_where_no_data_sheet_is_known():
     peak = measure_matmul(CPU, torch.float32)
     assert 1e8 < peak < 1e14
-    assert peak_flops(CPU, torch.float32) > 1e8
+    assert device_peak(CPU, torch.float32).flops > 1e8
 
 
 @pytest.mark.parametrize(
@@ -133,4 +133,5 @@ def test_matmul_is_measured_where_no_data_sheet_is_known():
 )
 def test_peak_of_a_gpu_is_its_data_sheets_dense_figure(monkeypatch, name, dtype, expected):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_flops(torch.device("cuda", 0), dtype) == expected
+    peak = device_peak(torch.device("cuda", 0), dtype)
+    assert peak.flops == expected and "data sheet" in peak.source
