@@ -34,6 +34,10 @@ from recipes.threads import spin_briefly
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("model", "data", "peft", "hardware", "recipe")
+# Hydra's own, less --experimental-rerun, which unpickles a file.
+FLAGS = {"-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run", "-m",
+         "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
+         "-i", "--info"}  # fmt: skip
 USAGE_ERROR, RUN_FAILED, INTERRUPTED = 2, 1, 130
 
 
@@ -105,10 +109,14 @@ def normalise(argv: Sequence[str]) -> list[str]:
 
     `strategy=X` and `++strategy=X` become `+strategy=X`, as the group stands outside the defaults list (see
     conf/config.yaml); `+model=X` becomes `model=X`; and a plain key gets `++`: then an unknown one reaches our own
-    check, which names the nearest, and not Hydra's advice to add a `+`.
+    check, which names the nearest, and not Hydra's advice to add a `+`. -m may stand anywhere; Hydra wants it first.
     """
-    out = []
     for word in argv:
+        if word.startswith("-") and word.partition("=")[0] not in FLAGS:
+            raise ValueError(f"{word} is no flag: a key is written key=value, without dashes. --help lists them.")
+    multirun = [word for word in argv if word in ("-m", "--multirun")]
+    out = multirun[:1]
+    for word in (word for word in argv if word not in multirun):
         found = re.match(r"^(\+{0,2})([A-Za-z_][\w.]*)(@[\w.]+)?=", word)
         if not found or found[3] or found[2].split(".")[0] == "hydra":
             out.append(word)

@@ -283,3 +283,13 @@ def test_an_unknown_key_in_a_file_is_an_error_too():
 )
 def test_overrides_are_rewritten_to_what_hydra_takes(written, understood):
     assert normalise([written]) == [understood]
+
+
+def test_multirun_may_be_asked_for_anywhere():
+    assert normalise(["a=1,2", "-m", "b=3"]) == ["-m", "++a=1,2", "++b=3"]
+
+
+@pytest.mark.parametrize("flag", ["--seq_len=512", "--seq-len", "-x", "--experimental-rerun=job.pickle"])
+def test_an_unknown_flag_says_how_keys_are_written(flag):
+    with pytest.raises(ValueError, match="is no flag: a key is written key=value"):
+        normalise([flag])
