@@ -35,9 +35,11 @@ from recipes.threads import spin_briefly
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("model", "data", "peft", "hardware", "recipe")
 # Hydra's own, less --experimental-rerun, which unpickles a file.
-FLAGS = {"-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run", "-m",
-         "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
-         "-i", "--info"}  # fmt: skip
+FLAGS = {
+    *("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run"),
+    *("-m", "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name"),
+    *("-cd", "--config-dir", "-i", "--info"),
+}
 USAGE_ERROR, RUN_FAILED, INTERRUPTED = 2, 1, 130
 
 
