@@ -4,8 +4,8 @@
 
 The model is a Llama of no layers: embedding, norm, head, loss and their backward, so that nothing hides the difference.
 Times are CPU seconds of the one thread, which other work on the machine disturbs least. Each round times both variants,
-in alternating order; a ratio is taken within a round, and the median and the interquartile range of the ratios are printed,
-beside the peak of live bytes above the resting model (`ckpt.live`), of one step each.
+in alternating order; a ratio is taken within a round, and the median and the interquartile range of the ratios are
+printed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MALLOC = {
 if any(os.environ.get(key) != value for key, value in _MALLOC.items()):  # glibc reads them at start only
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **_MALLOC, "OMP_NUM_THREADS": "1"})
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from ckpt.engine.loss import attach_chunked_loss
+from ckpt.engine.loss import attach_chunked_loss  # noqa: E402
 
 VOCAB = 32_000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -73,8 +73,8 @@ def compare(hidden: int, num_tokens: int, args: argparse.Namespace) -> None:
             ratios.append(times["chunked"] / times["full"])
     low, _, high = statistics.quantiles(ratios, n=4)
     print(
-        f"hidden {hidden:5d}  tokens {num_tokens:5d}  {args.dtype}  full {min(full):7.3f} s  chunked {min(chunked):7.3f} s  "
-        f"ratio {statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]",
+        f"hidden {hidden:5d}  tokens {num_tokens:5d}  {args.dtype}  "
+        f"full {min(full):7.3f} s  chunked {min(chunked):7.3f} s  ratio {statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]",
         flush=True,
     )
 
