@@ -6,8 +6,9 @@
 
     assert_exact(lambda: Stack(Sine(), Sine()), ckpt.Selective(keep="mm"))
 
-A `Layer` is a `GradientCheckpointingLayer`, the kind that Transformers' decoder layers are, so `ckpt.apply` treats a `Stack`
-like any model. What is compared: outputs, every parameter's and input's gradient, buffers, and the random state afterwards.
+A `Layer` is a `GradientCheckpointingLayer`, the kind that Transformers' decoder layers are, so `ckpt.apply` treats a
+`Stack` like any model. What is compared: outputs, the gradients of all parameters and inputs, buffers, and the random
+state afterwards.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import gc
 import weakref
 from collections.abc import Callable
 
-import ckpt
 import torch
-from ckpt.engine.keys import OpKey
-from ckpt.plan import Decision, Rule
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+import ckpt
+from ckpt.engine.keys import OpKey
+from ckpt.plan import Decision, Rule
 
 WIDTH = 8
 
@@ -64,7 +66,7 @@ class Keep:
 
     name = "test"
 
-    def __init__(self, choose: Callable[[OpKey], bool] = lambda key: True, size: int | None = None, inner: str = "keep"):
+    def __init__(self, choose: Callable[[OpKey], bool] = lambda key: True, size: int | None = None, inner="keep"):
         self._choose, self._size, self._inner = choose, size, inner
 
     def rule(self, index: int, num_layers: int) -> Rule:
