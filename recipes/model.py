@@ -16,6 +16,7 @@ import contextlib
 import difflib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,10 @@ def add_adapter(model: nn.Module, peft: Peft) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, adapter).train()
+        with warnings.catch_warnings():
+            # peft 0.21 reads a property that transformers 5.24 calls by another name.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            return get_peft_model(model, adapter).train()
     except ValueError as error:
         raise ValueError(f"peft.targets={peft.targets!r} does not fit this model: {_first_line(error)}") from error
 
