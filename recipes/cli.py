@@ -61,7 +61,7 @@ def main(task: Callable[[Config], None]) -> None:
         print(help_text(sys.modules[task.__module__].__doc__ or ""))
         return
     try:
-        signal.signal(signal.SIGTERM, _raise_interrupt)
+        signal.signal(signal.SIGTERM, raise_terminated)
         # Hydra would print its own multi-line report and exit with 1; with this it lets the exception through to us.
         os.environ["HYDRA_FULL_ERROR"] = "1"
         register_defaults()
@@ -206,6 +206,7 @@ class Terminated(KeyboardInterrupt):
     signum = signal.SIGTERM
 
 
-def _raise_interrupt(signum: int, frame: Any) -> None:
+def raise_terminated(signum: int, frame: Any) -> None:
+    """Handle SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
     raise Terminated

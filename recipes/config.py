@@ -121,7 +121,7 @@ class Wandb:
 class Hardware:
     """Device for predictions and utilization."""
 
-    name: str = key("auto", "device by name, as ckpt/hardware.py lists them; auto: the one in use")
+    name: Literal["auto"] = key("auto", "auto: the device in use")
 
 
 @dataclass(frozen=True)
@@ -203,6 +203,8 @@ def check(cfg: Config) -> None:
         raise ValueError(f"name={cfg.name!r} is no folder name: use letters, digits and - _ . = , + only.")
     if cfg.sweep.name is not None and not _FILE_NAME.fullmatch(cfg.sweep.name):
         raise ValueError(f"sweep.name={cfg.sweep.name!r} is no folder name: use letters, digits and - _ . = , + only.")
+    if cfg.on_predicted_oom == "error":
+        raise ValueError("on_predicted_oom=error: runs are not predicted yet, so leave it at warn.")
     if cfg.resume and cfg.name is None:
         raise ValueError("resume=true needs the run to continue: name=... as it stands under runs_dir.")
     if cfg.model.name is None and not cfg.model.config:
@@ -228,6 +230,20 @@ def check(cfg: Config) -> None:
             )
     if list(degrees.values()).count(-1) > 1:
         raise ValueError("parallel: only one degree can be -1, the ranks that the others leave.")
+
+
+def check_ranks(cfg: Config, num_ranks: int) -> None:
+    """Check that this program trains on `num_ranks` ranks with these degrees. Raises ValueError."""
+    if num_ranks > 1:
+        raise ValueError(
+            f"{num_ranks} ranks were started, and training on more than one is not supported yet: leave torchrun out."
+        )
+    for name, degree in dataclasses.asdict(cfg.parallel).items():
+        if degree > 1:
+            raise ValueError(
+                f"parallel.{name}={degree} needs {degree} ranks, and there is one. Training on more than one is not "
+                f"supported yet: leave parallel.{name} out."
+            )
 
 
 def _strategy(node: Any) -> Strategy:

@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from recipes.config import Config, to_dict
+from recipes.config import Config, check_ranks, to_dict
 from recipes.console import Console
 from recipes.errors import STATUSES, is_disk_full, is_mistake, one_line, status_of
 from recipes.errors import RunStopped as RunStopped
@@ -179,6 +179,7 @@ def _enter(cfg: Config) -> RunDir:
         "schema_version": SCHEMA_VERSION,
         "started_at": _now(),
     }
+    check_ranks(cfg, int(os.environ.get("WORLD_SIZE", 1)))
     writes = int(os.environ.get("RANK", 0)) == 0
     path = Path(cfg.runs_dir) / (cfg.name or default_name(cfg))
     if cfg.resume:

@@ -237,6 +237,8 @@ MISTAKES = [
     (["recipe=sft"], ["recipe=sft is unknown", "finetune"]),
     (["parallel.shard=0"], ["parallel.shard=0"]),
     (["parallel.shard=-1", "parallel.replicate=-1"], ["only one degree"]),
+    (["on_predicted_oom=error"], ["on_predicted_oom=error", "warn"]),
+    (["hardware.name=h100"], ["hardware.name='h100'", "auto"]),
     (["name=a/b"], ["name='a/b'", "folder name"]),
     (["name=../up"], ["folder name"]),
     (["resume=true"], ["name="]),

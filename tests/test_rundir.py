@@ -292,3 +292,13 @@ def test_the_command_is_what_was_typed(in_tmp, monkeypatch):
     with open_run(config()) as run:
         pass
     assert run.manifest["command"] == "python train.py +strategy=full 'name=a b'"
+
+
+def test_several_ranks_are_refused_before_anything_is_written(in_tmp, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 ranks were started"), open_run(config()):
+        pass
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ValueError, match="parallel.shard=8 needs 8 ranks"), open_run(config(parallel={"shard": 8})):
+        pass
+    assert os.listdir() == []

@@ -2,11 +2,15 @@
 
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from recipes import cli
 from recipes.config import from_dict
 from recipes.errors import RunStopped
 from recipes.sweep import job_names, run
@@ -36,6 +40,13 @@ if fate == "mistake":
     os.remove(os.path.join(folder, "summary.json"))
     print("error: seq_len=0 is out of range", file=sys.stderr)
     sys.exit(2)
+if fate == "sleep":
+    def stop(number, frame):
+        summary("interrupted", error="stopped")
+        sys.exit(130)
+    signal.signal(signal.SIGTERM, stop)
+    open("ready", "w").close()
+    signal.pause()
 summary("ok")
 """
 
@@ -112,3 +123,21 @@ def test_job_names_are_folder_names():
 def test_secrets_stay_out_of_the_rows(command):
     run(config(), [["++fate=fine", "++x.api_key=geheim123"]], command)
     assert "geheim123" not in Path("runs/fates/sweep.json").read_text()
+
+
+def test_a_sigterm_reaches_the_job_is_recorded_and_ends_the_sweep(command):
+    def terminate_when_ready():
+        while not Path("ready").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, cli.raise_terminated)
+    threading.Thread(target=terminate_when_ready, daemon=True).start()
+    try:
+        with pytest.raises(RunStopped, match=r"interrupted after 1 of 3 jobs.*sweep\.resume=true") as caught:
+            run(config(), jobs("fine", "sleep", "fine2"), command)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert cli.exit_code(caught.value) == cli.INTERRUPTED
+    assert [row["status"] for row in rows()] == ["ok", "interrupted"]
+    assert json.loads(Path("runs/fates/01-fate=sleep/summary.json").read_text())["error"] == "stopped"
