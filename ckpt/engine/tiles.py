@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ckpt.engine.context import Settings, Surroundings
+from ckpt.engine.loops import turns
 
 @dataclass(eq=False)
 class Chain:
@@ -87,7 +88,7 @@ class TiledChain(torch.autograd.Function):
         ctx.num_parameters = len(parameters)
         ctx.save_for_backward(hidden)
         output = None
-        for begin, end in chain.bounds(hidden.shape[-2]):
+        for begin, end in turns(chain.bounds(hidden.shape[-2]), hidden):
             tile = chain.run(hidden[..., begin:end, :])
             if output is None:
                 output = tile.new_empty((*hidden.shape[:-1], tile.shape[-1]))
@@ -107,7 +108,7 @@ class TiledChain(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         totals: list[torch.Tensor | None] = [None] * len(parameters)
         with ctx.surroundings.restored(ctx.settings, hidden.device.type):
-            for begin, end in chain.bounds(hidden.shape[-2]):
+            for begin, end in turns(chain.bounds(hidden.shape[-2]), hidden):
                 leaf = hidden[..., begin:end, :].detach().requires_grad_(wants_hidden)
                 with torch.enable_grad():
                     tile = chain.run(leaf)
