@@ -4,9 +4,9 @@
     python scripts/coverage.py --only gemma2,mixtral --strategies full,attention
     python scripts/coverage.py --resume                           # only what the CSV lacks for these versions
 
-Each architecture runs in a process of its own, one torch thread, with a time limit. A process that dies or hangs costs its
-own rows alone. Rows are appended to the CSV as they are made; a row replaces an older one of the same architecture,
-strategy and dropout.
+Each architecture runs in a process of its own, one torch thread, with a time limit. A process that dies or hangs costs
+its own rows alone. Rows are appended to the CSV as they are made; a row replaces an older one of the same
+architecture, strategy and dropout.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ DROPOUTS = (0.1, 0.0)  # with dropout attention takes the math path, without it 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is asked for; return 1 if a row is neither exact nor refused."""
     options = parse(argv)
     known = coverage_rows.read(options.csv)
     wanted = plan(options, known)
@@ -58,10 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=_listed(zoo.names()), default=zoo.names(), help="architectures, comma-separated")
     parser.add_argument("--strategies", type=_listed(list(CHECKS)), default=list(CHECKS), help=", ".join(CHECKS))
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one architecture (default 300)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one architecture (default 600)")
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--resume", action="store_true", help="skip rows that the CSV has for these versions")
     parser.add_argument("--csv", type=Path, default=CSV)
@@ -82,13 +84,14 @@ def _listed(allowed: list[str]):
 def plan(options: argparse.Namespace, known: dict[tuple, Row]) -> dict[str, list[str]]:
     """Return architecture -> strategies to run."""
     if not options.resume:
-        return {name: options.strategies for name in options.only}
+        return dict.fromkeys(options.only, options.strategies)
     done = {row.key for row in known.values() if (row.torch, row.transformers) == versions() and row.good}
     missing = {n: [s for s in options.strategies if any((n, s, p) not in done for p in DROPOUTS)] for n in options.only}
     return {name: strategies for name, strategies in missing.items() if strategies}
 
 
 def versions() -> tuple[str, str]:
+    """Return those that a row stands for: torch, transformers."""
     return torch.__version__, transformers.__version__
 
 
@@ -122,11 +125,13 @@ def run(wanted: dict[str, list[str]], timeout: float, num_workers: int) -> Itera
 
 
 def start(context, architecture: str, strategies: list[str], timeout: float) -> Worker:
+    """Start the process of one architecture."""
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(theirs, architecture, strategies), daemon=True)
     process.start()
     theirs.close()
-    return Worker(architecture, process, ours, time.monotonic() + timeout, [(s, p) for p in DROPOUTS for s in strategies])
+    missing = [(strategy, dropout) for dropout in DROPOUTS for strategy in strategies]
+    return Worker(architecture, process, ours, time.monotonic() + timeout, missing)
 
 
 def work(rows: Connection, architecture: str, strategies: list[str]) -> None:
@@ -154,7 +159,8 @@ def collect(worker: Worker) -> tuple[list[Row], bool]:
         worker.process.join()
         status = "timeout"
     if status:
-        cause = f"exit code {worker.process.exitcode}" if status == "crashed" else "time limit; the first such row was at work"
+        late = "the first such row was at work at the time limit"
+        cause = late if status == "timeout" else f"exit code {worker.process.exitcode}"
         rows += [Row(worker.architecture, strategy, p, status, cause) for strategy, p in worker.missing]
     today, (torch_version, transformers_version) = datetime.date.today().isoformat(), versions()
     for row in rows:

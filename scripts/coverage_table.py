@@ -13,13 +13,19 @@ MARKS = {"exact": "=", "close": "~", "refused": "refused"}
 INTRO = """# Every causal LM of Transformers, under every strategy
 
 {date}, torch {torch}, transformers {transformers}, Python {python}, {machine}. Made by `make coverage`
-(`scripts/coverage.py`, {minutes:.1f} minutes on {workers} processes of one thread); all figures are in [coverage.csv](coverage.csv).
+(`scripts/coverage.py`, {minutes:.1f} minutes on {workers} processes of one thread); all figures are in
+[coverage.csv](coverage.csv).
 
-Each of the {architectures} architectures of the causal-LM mapping is built tiny with random weights and takes three training steps in fp32 on the CPU
-(other tokens on the second, another length on the third), plain and under each strategy, once with dropout 0.1 (and routing
-noise) and once without, since attention takes another kernel then. `=`: loss and **every** gradient of every step are bitwise those of the plain
-model, the random state afterwards is the same, and `undo()` leaves no attribute, hook, config value or class changed. `~`: the same within a
-relative norm of 1e-6, where chunks sum in another order. `stock` is Transformers' own full checkpointing, numbers only.
+Each of the {architectures} architectures of the causal-LM mapping is built tiny with random weights and takes three
+training steps in fp32 on the CPU (other tokens on the second, another length on the third), plain and under each
+strategy, once with dropout 0.1 and routing noise, once without, since attention takes another kernel then.
+
+- `=`: loss and **every** gradient of every step are bitwise those of the plain model, the random state afterwards is
+  the same, layers were really run again, the state dict is untouched, and `undo()` leaves no attribute, hook, config
+  value or class changed.
+- `~`: the same, gradients within a relative norm of 1e-6 (chunks and tiles sum in another order), or within twice what
+  one unit in the last place of the weights changes them.
+- `stock` is Transformers' own full checkpointing, for comparison; only its numbers are checked.
 """
 
 

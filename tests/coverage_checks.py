@@ -1,6 +1,6 @@
 """What `scripts/coverage.py` checks of one architecture under one strategy; test_families.py uses the same table.
 
-    row = check("gemma2", "full", dropout=0.1)       # row.status == "exact"
+row = check("gemma2", "full", dropout=0.1)       # row.status == "exact"
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ CHECKS: dict[str, Check] = {
     "chunked": Check(_chunked, tolerance=REORDERED),
 }
 """Name -> check. The selective strategy appears under its keep-lists; tiled and chunked replay in full."""
+
 
 def batches(model: nn.Module) -> list[dict[str, Any]]:
     """Three steps: other tokens on the second (other routing), another length on the third."""

@@ -19,12 +19,13 @@ class Row:
     strategy: str
     dropout: float
     status: str = ""
-    """exact (bitwise), close (within 1e-6 where sums are reordered), refused (by a ValueError of ours), differs, leftover
-    (exact, but the undo or the random state is not), unproved (exact, but nothing was replayed), error, timeout, crashed."""
+    """exact (bitwise), close (within 1e-6 where sums are reordered), refused (by a ValueError of ours), differs,
+    leftover (exact, but the undo or the random state is not), unproved (exact, but nothing was replayed), error,
+    timeout, crashed."""
     cause: str = ""
     note: str = ""
-    """Whether the loss ran in chunks, or why not; how many layers were tiled, and why others were not; gradients beyond 1e-6 that one unit in the last place of the weights
-    changes as much."""
+    """Whether the loss ran in chunks, or why not; how many layers were tiled, and why others were not; gradients beyond
+    1e-6 that one unit in the last place of the weights changes as much."""
     random: bool | None = None
     """True if the model draws random numbers in training: dropout or routing noise is really on."""
     worst_error: float | None = None
@@ -53,12 +54,13 @@ class Row:
     @property
     def peak_error(self) -> float | None:
         """Predicted over measured peak, minus one."""
-        return self.predicted_peak_bytes / self.peak_bytes - 1 if self.peak_bytes and self.predicted_peak_bytes else None
+        known = self.peak_bytes and self.predicted_peak_bytes
+        return self.predicted_peak_bytes / self.peak_bytes - 1 if known else None
 
     @classmethod
     def from_cells(cls, cells: dict[str, str]) -> Row:
         kinds = typing.get_type_hints(cls)
-        return cls(**{field.name: _parse(cells.get(field.name) or "", kinds[field.name]) for field in dataclasses.fields(cls)})
+        return cls(**{name: _parse(cells.get(name) or "", kinds[name]) for name in COLUMNS})
 
 
 COLUMNS = [field.name for field in dataclasses.fields(Row)]

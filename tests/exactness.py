@@ -4,8 +4,8 @@
     plain = exactness.baseline(model, batches)
     exactness.compare(model, plain, lambda m: ckpt.apply(m, "full")).raise_if_wrong()
 
-Promise 1 (exact): bitwise unless a tolerance is given, and on every batch: what an engine learns on the first must hold on
-the next (other routing, another length). Promise 3 (reversible): after undo the model is as before, attribute for
+Promise 1 (exact): bitwise unless a tolerance is given, and on every batch: what an engine learns on the first must hold
+on the next (other routing, another length). Promise 3 (reversible): after undo the model is as before, attribute for
 attribute. Both are checked by one call, so that no test can check one and forget the other.
 """
 
@@ -29,7 +29,7 @@ Attach = Callable[[nn.Module], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one step computed. Gradients are None where autograd left None; those of the batch are named 'batch. ...'."""
+    """What one step computed. Gradients are None where autograd left None; those of the batch are 'batch. ...'."""
 
     loss: Tensor
     gradients: dict[str, Tensor | None]
@@ -56,7 +56,7 @@ class Comparison:
     loss_errors: list[float]
     """|loss - loss0| / |loss0| of each step."""
     gradient_errors: list[dict[str, float]]
-    """Of each step: parameter -> norm(g - g0) / norm(g0) where they differ; infinite where one is None or not finite."""
+    """Of each step: parameter -> norm(g - g0) / norm(g0) where they differ; infinite where one is None or no number."""
     num_gradients: int
     tolerance: float
     random_state_moved: list[bool]
@@ -70,7 +70,7 @@ class Comparison:
     """Where the tolerance was not enough: see `sensitivity`."""
 
     def wrong(self, step: int) -> dict[str, float]:
-        """Return the gradients of a step that differ by more than the tolerance and twice what rounding does to them."""
+        """Return the gradients of a step beyond the tolerance and beyond twice what rounding does to them."""
         known = self.sensitivities[step] if self.sensitivities else {}
         errors = self.gradient_errors[step]
         return {name: e for name, e in errors.items() if not e <= max(self.tolerance, 2 * known.get(name, 0.0))}
@@ -110,9 +110,10 @@ class Comparison:
                 found.append(f"step {step}: loss differs by {loss_error:.3g} (relative)")
             if wrong := sorted(((e, name) for name, e in self.wrong(step - 1).items()), reverse=True):
                 first = ", ".join(f"{name} {error:.3g}" for error, name in wrong[:5])
-                found.append(f"step {step}: {len(wrong)} of {self.num_gradients} gradients differ (relative norm): {first}")
+                count = f"{len(wrong)} of {self.num_gradients} gradients differ"
+                found.append(f"step {step}: {count} (relative norm): {first}")
             if self.random_state_moved[step - 1]:
-                found.append(f"step {step}: the random state afterwards is another, so the next step's masks would differ")
+                found.append(f"step {step}: the random state afterwards is another: the next masks would differ")
         if self.weights_changed:
             found.append(f"state dict changed: {', '.join(self.weights_changed[:5])}")
         return found + self.undo_leftovers[:8]
@@ -163,8 +164,13 @@ def compare(model: nn.Module, plain: Baseline, attach: Attach, *, tolerance: flo
     """
     handle = attach(model)
     audits: list[Any] = []
+
+    def keep_audit() -> None:
+        if hasattr(handle, "audit"):
+            audits.append(handle.audit())
+
     try:
-        steps = _run_all(model, plain.batches, lambda: audits.append(handle.audit()) if hasattr(handle, "audit") else None)
+        steps = _run_all(model, plain.batches, keep_audit)
         note = handle.note() if hasattr(handle, "note") else ""
     finally:
         handle.undo()

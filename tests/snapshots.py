@@ -1,8 +1,8 @@
 """What a model looks like from outside and inside, so that a test can say exactly what an undo left behind.
 
-    before = take(model, inputs)        # after plain steps: what those change by themselves is left out
-    handle = ckpt.apply(model, "full"); ...; handle.undo()
-    assert differences(before, take(model)) == []
+before = take(model, inputs)        # after plain steps: what those change by themselves is left out
+handle = ckpt.apply(model, "full"); ...; handle.undo()
+assert differences(before, take(model)) == []
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Same:
 
 
 def take(model: nn.Module) -> Snapshot:
-    """Read every module's attributes and hooks, every class's, every config's values, parameters and shared functions."""
+    """Read the attributes and hooks of modules, classes, parameters; config values; functions that modules share."""
     found: Snapshot = {}
     classes: dict[type, None] = {}
     configs: dict[int, PreTrainedConfig] = {}

@@ -80,7 +80,9 @@ def _value(name: str, default: Any, shape: Shape) -> Any:
     return shape.layers if name in sizes.DEPTHS else sizes.SIZES.get(name)
 
 
-def _nested(cls: type[PreTrainedConfig], shape: Shape, overrides: Mapping[str, Override]) -> dict[str, PreTrainedConfig]:
+def _nested(
+    cls: type[PreTrainedConfig], shape: Shape, overrides: Mapping[str, Override]
+) -> dict[str, PreTrainedConfig]:
     nested = {}
     for name, spec in cls.sub_configs_defaults.items():
         sub = CONFIG_MAPPING[spec.model_type] if spec.config_class is AutoConfig else spec.config_class

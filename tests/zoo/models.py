@@ -27,14 +27,16 @@ _SAME_MODEL = {"dots3_note": "dots3_note_text"}
 
 _ENCODER_STATES = {
     **dict.fromkeys(
-        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen_decoder musicgen_melody_decoder mvp pegasus plbart "
-        "prophetnet trocr".split(),
+        (
+            *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "musicgen_decoder"),
+            *("musicgen_melody_decoder", "mvp", "pegasus", "plbart", "prophetnet", "trocr"),
+        ),
         "encoder_hidden_states",
     ),
     "whisper": "encoder_outputs",
     "mllama_text_model": "cross_attention_states",
 }
-"""model_type -> the argument that feeds its cross-attention. The states require a gradient, as they do beside an encoder."""
+"""model_type -> the argument that feeds its cross-attention: states that require a gradient, as beside an encoder."""
 
 
 def names() -> list[str]:
@@ -45,7 +47,7 @@ def names() -> list[str]:
 def config(name: str, dropout: float = 0.0, layers: int = 4, layer_drop: float = 0.0) -> PreTrainedConfig:
     """Build the tiny config of one architecture."""
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(f"{name!r} is no causal-LM architecture of transformers {transformers.__version__}; see zoo.names().")
+        raise ValueError(f"{name!r} is no causal LM of transformers {transformers.__version__}: see zoo.names()")
     made = make_config(CONFIG_MAPPING[_SAME_MODEL.get(name, name)], Shape(layers, dropout, layer_drop), OVERRIDES)
     if name in _DECODER_OF:
         return made.decoder
@@ -85,7 +87,7 @@ def build(name: str, dropout: float = 0.0, seed: int = 0, layers: int = 4, layer
 
 @torch.no_grad()
 def vary_weights(model: nn.Module, seed: int) -> None:
-    """Add noise to every parameter: constant ones (norms, biases, gates at 0 or 1) hide wrong gradients behind symmetry."""
+    """Add noise to every parameter: constant ones (norms, biases, gates) hide wrong gradients behind symmetry."""
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():
         scale = 0.05 if parameter.dim() > 1 else 0.1  # 0.05 * sqrt(64 inputs) = 0.4: activations stay of order one
@@ -122,10 +124,11 @@ def _main_model_states(model: PreTrainedModel, batch: int, seq_len: int, normal)
     """Gemma 4 assistants continue the main model: its embeddings and the keys and values of its last layers."""
     text = model.config.get_text_config()
     attention = {layer.self_attn.layer_type: layer.self_attn for layer in model.model.layers}
-    shared = {
-        kind: tuple(normal(batch, text.num_key_value_heads, seq_len, module.head_dim).requires_grad_() for _ in range(2))
-        for kind, module in attention.items()
-    }
+
+    def one(head_dim: int) -> Tensor:
+        return normal(batch, text.num_key_value_heads, seq_len, head_dim).requires_grad_()
+
+    shared = {kind: (one(module.head_dim), one(module.head_dim)) for kind, module in attention.items()}
     return {
         "inputs_embeds": normal(batch, seq_len, 2 * model.config.backbone_hidden_size),
         "shared_kv_states": shared,

@@ -1,4 +1,4 @@
-"""What a tiny config of one class needs beyond `sizes.py`, with the reason. Key: model_type, or class name if it has none."""
+"""What a tiny config of one class needs beyond `sizes.py`, and why. Key: model_type, or class name if it has none."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from transformers import CONFIG_MAPPING
 from .configs import DEFAULT, Override, Shape, make_config
 from .sizes import HEAD_DIM, HEADS
 
-_GROUPED = {"num_key_value_heads": 2}  # default None = as many as heads: give it grouped queries, as its large models have
-_UNGROUPED = {"num_key_value_heads": HEADS}  # latent attention expands keys and values to every head
+# Default None is as many as heads; their large models group queries.
+_GROUPED = {"num_key_value_heads": 2}
+# Latent attention expands keys and values to every head.
+_UNGROUPED = {"num_key_value_heads": HEADS}
+_LATENT = (
+    *("axk1", "axk2", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),
+    *("kimi_linear", "minicpm3", "youtu"),
+)
 
 
 def _local_then_global(shape: Shape) -> list[str]:
@@ -41,11 +47,7 @@ def _shared_text_config(base: str):
 OVERRIDES: dict[str, Override] = {
     # grouped queries where the default has none
     **dict.fromkeys(("llama", "mistral", "nemotron", "olmo2", "phi3", "granite"), _GROUPED),
-    # latent attention: one key and value per head once expanded
-    **dict.fromkeys(
-        ("axk1", "axk2", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "minicpm3", "youtu"),
-        _UNGROUPED,
-    ),
+    **dict.fromkeys(_LATENT, _UNGROUPED),
     "longcat_flash": {**_UNGROUPED, "head_dim": 8},  # head_dim is the rotary part here
     "dots3_note_text": {
         **_UNGROUPED,
@@ -96,7 +98,8 @@ OVERRIDES: dict[str, Override] = {
     },
     "zaya": {"num_experts_per_tok": 1},  # its router is written for the best expert alone
     # the rest
-    "big_bird": {"attention_type": "original_full"},  # decoders need it; block_sparse becomes it in the first short forward
+    # decoders need it; block_sparse turns into it, with new modules, in the first short forward
+    "big_bird": {"attention_type": "original_full"},
     "MptAttentionConfig": {"attn_pdrop": 0},  # an int field upstream: a float is refused
     "diffllama": {"attention_dropout": 0.0},  # refused by its constructor: two attention calls cannot share one mask
     "reformer": {
