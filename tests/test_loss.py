@@ -177,11 +177,11 @@ def test_arguments_of_the_loss_mean_what_they_mean_with_full_logits(extra):
     assert largest_error(chunked, full) <= 1e-6
 
 
-@pytest.mark.parametrize("how", ["bf16 weights", "autocast", "fp16 autocast"])
+@pytest.mark.parametrize("how", ["bf16 weights", "autocast", "fp16 autocast", "bf16 weights, autocast"])
 def test_half_precision_is_no_further_from_the_truth_than_full_logits(how):
     model, inputs = tiny_llama(vocab_size=517), batch(vocab_size=517)
     truth_loss, truth = step(copy.deepcopy(model).double(), inputs)
-    if how == "bf16 weights":
+    if "bf16 weights" in how:
         model.bfloat16()
     dtype = torch.float16 if "fp16" in how else torch.bfloat16
     with torch.autocast("cpu", dtype, enabled="autocast" in how):

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ckpt.engine.loss_heads import LinearChunks, ModuleChunks, Operation
+from ckpt.engine.loss_heads import LinearChunks, ModuleChunks, Operation, Wanted, gemm_dtype
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,16 +138,16 @@ class HeadCall:
     def shape_of_row(self, hidden: Tensor) -> tuple[int, torch.dtype]:
         """Return the vocabulary size and the dtype of this head's output."""
         if (linear := self.linear()) is not None:
-            return linear.out_features, self.autocast_dtype or linear.weight.dtype
+            return linear.weight.shape[0], gemm_dtype(linear, self.autocast_dtype)
         with torch.no_grad():
             row = self.forward(hidden.detach().reshape(-1, hidden.shape[-1])[:1])
         return row.shape[-1], row.dtype
 
-    def begin(self, operations: Sequence[Operation], num_chunks: int, want_grad: bool) -> LinearChunks | ModuleChunks:
+    def begin(self, operations: Sequence[Operation], num_chunks: int, wanted: Wanted) -> LinearChunks | ModuleChunks:
         """Prepare to run the head over so many chunks."""
         if (linear := self.linear()) is not None:
-            return LinearChunks(linear, self.autocast_dtype, operations, num_chunks, want_grad)
-        return ModuleChunks(self.forward, self.parameters(), operations, want_grad)
+            return LinearChunks(linear, self.autocast_dtype, operations, num_chunks, wanted)
+        return ModuleChunks(self.forward, self.parameters(), operations, wanted)
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:

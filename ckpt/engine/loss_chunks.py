@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ckpt.engine.loops import turns
 from ckpt.engine.loss_call import HeadCall
-from ckpt.engine.loss_heads import Operation, accumulation_dtype
+from ckpt.engine.loss_heads import Operation, Wanted, accumulation_dtype
 
 # 512 tokens are enough for full GEMM speed (one Xeon core, V=32,000, D=256 and 1024: 256 to 1024 tokens within 5%).
 MIN_AUTO_TOKENS = 512
@@ -111,10 +111,10 @@ class _Positions:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, job: _Job, hidden: Tensor, target: Tensor, *parameters: Tensor) -> Tensor:
-        grad_hidden = job.grad_enabled and hidden.requires_grad
-        want_grad = grad_hidden or (job.grad_enabled and job.trains_head)
-        loss, of_hidden, of_head = _run(job, hidden, target, want_grad, grad_hidden)
-        ctx.gradients = (of_hidden, of_head) if want_grad else None
+        wants_hidden = job.grad_enabled and hidden.requires_grad
+        wanted = Wanted(any=wants_hidden or (job.grad_enabled and job.trains_head), hidden=wants_hidden)
+        loss, of_hidden, of_head = _run(job, hidden, target, wanted)
+        ctx.gradients = (of_hidden, of_head) if wanted.any else None
         ctx.dtypes = [parameter.dtype for parameter in parameters]
         return loss
 
@@ -138,20 +138,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return None, of_hidden, None, *(total.to(dtype) for total, dtype in zip(of_head, ctx.dtypes, strict=True))
 
 
-def _run(
-    job: _Job, hidden: Tensor, target: Tensor, want_grad: bool, grad_hidden: bool
-) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+def _run(job: _Job, hidden: Tensor, target: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Loop over chunks. Returns the loss, the gradient of `hidden` (N, D) or None, and the head's gradients."""
     reduction = job.reduction
     positions = _Positions.of(target, reduction.ignore_index)
     rows, labelled = positions.rows, positions.labelled
     num_rows = hidden.shape[0] if rows is None else rows.shape[0]
     starts = range(0, num_rows, job.chunk_tokens)
-    head = job.call.begin(job.operations, len(starts), want_grad)
+    head = job.call.begin(job.operations, len(starts), wanted)
     total = hidden.new_zeros((), dtype=accumulation_dtype(hidden.dtype))
     scale = positions.count.clamp(min=1).to(total.dtype).reciprocal() if reduction.kind == "mean" else None
     of_hidden = None
-    if grad_hidden:
+    if wanted.hidden:
         make = torch.empty_like if rows is None else torch.zeros_like
         of_hidden = make(hidden, memory_format=torch.contiguous_format)
 
@@ -163,15 +161,14 @@ def _run(
         if mask is not None:
             y = y.where(mask, 0)
         logits, pull_back = head.logits(x)
-        losses = softmax_(logits, y, reduction.label_smoothing, scale, want_grad, mask)
+        losses = softmax_(logits, y, reduction.label_smoothing, scale, wanted.any, mask)
         total = total + losses.sum()
-        if want_grad:
-            gradient = pull_back(logits)
-            if of_hidden is not None:
-                of_hidden[chosen] = gradient.to(of_hidden.dtype)
+        gradient = pull_back(logits) if wanted.any else None
+        if of_hidden is not None:
+            of_hidden[chosen] = gradient.to(of_hidden.dtype)
     if scale is not None:
         total = total * scale
-    return total, of_hidden, head.gradients() if want_grad else []
+    return total, of_hidden, head.gradients() if wanted.any else []
 
 
 def softmax_(

@@ -3,7 +3,7 @@
 Owns the two ways to run a head on a chunk: by hand for a plain `nn.Linear`, through autograd for anything else (LoRA,
 quantised heads, MLPs). Must not know losses, labels or models.
 
-    chunks = LinearChunks(lm_head, autocast_dtype, operations, num_chunks, want_grad=True)
+    chunks = LinearChunks(lm_head, autocast_dtype, operations, num_chunks, Wanted(any=True, hidden=True))
     logits, pull_back = chunks.logits(hidden[:512])     # the caller turns logits into their gradient, in place
     grad_hidden = pull_back(logits)                     # the head's own gradients add up in chunks.gradients()
 
@@ -23,8 +23,8 @@ from ckpt.engine.loops import turns
 
 Operation = Callable[[Tensor], Tensor]
 """What the model does to its logits, row by row: (..., V) -> (..., V')."""
-PullBack = Callable[[Tensor], Tensor]
-"""Gradient of the chunk's logits (C, V'), may be overwritten -> gradient of the chunk's hidden states (C, D)."""
+PullBack = Callable[[Tensor], Tensor | None]
+"""Gradient of the chunk's logits (C, V'), may be overwritten -> gradient of its hidden states (C, D), if asked for."""
 
 # Rows of the vocabulary whose bf16 partial gradient is in flight at once: keeps the temporary at a few MiB.
 _VOCAB_BLOCK = 8192
@@ -38,6 +38,20 @@ class Widen:
 
     def __call__(self, logits: Tensor) -> Tensor:
         return logits.to(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Which gradients the chunks are to make: none, the head's alone, the hidden states' too."""
+
+    any: bool
+    hidden: bool
+
+
+def gemm_dtype(linear: nn.Linear, autocast_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of the head's GEMM: the weight's, or autocast's, which leaves fp64 alone."""
+    dtype = linear.weight.dtype
+    return dtype if autocast_dtype is None or dtype == torch.float64 else autocast_dtype
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -54,26 +68,28 @@ class LinearChunks:
         autocast_dtype: torch.dtype | None,
         operations: Sequence[Operation],
         num_chunks: int,
-        want_grad: bool,
+        wanted: Wanted,
     ) -> None:
-        self._dtype = autocast_dtype or linear.weight.dtype
+        self._dtype = gemm_dtype(linear, autocast_dtype)
+        self._casts = autocast_dtype is not None  # without autocast hidden states of another dtype are an error
         self._weight = linear.weight.detach().to(self._dtype)
         self._bias = None if linear.bias is None else linear.bias.detach().to(self._dtype)
         self._operations = () if _only_widens(operations, self._dtype) else tuple(operations)
-        self._want_grad = want_grad
+        self._wanted = wanted
         self._buffer: Tensor | None = None
         self._is_first = True
         exact = accumulation_dtype(self._dtype)
         # A sum of many bf16 products in bf16 loses digits with every chunk; one product alone is rounded once anyway.
         total = exact if num_chunks > 1 else self._dtype
         self._weight_grad = self._bias_grad = None
-        if want_grad and linear.weight.requires_grad:
+        if wanted.any and linear.weight.requires_grad:
             self._weight_grad = torch.empty_like(self._weight, dtype=total, memory_format=torch.contiguous_format)
-        if want_grad and self._bias is not None and linear.bias.requires_grad:
+        if wanted.any and self._bias is not None and linear.bias.requires_grad:
             self._bias_grad = torch.zeros_like(self._bias, dtype=exact)
 
     def logits(self, hidden: Tensor) -> tuple[Tensor, PullBack]:
-        hidden = hidden.to(self._dtype)
+        if self._casts:
+            hidden = hidden.to(self._dtype)
         if self._buffer is None:
             self._buffer = hidden.new_empty(hidden.shape[0], self._weight.shape[0])
         raw = self._buffer[: hidden.shape[0]]
@@ -84,25 +100,25 @@ class LinearChunks:
                 torch.addmm(self._bias, hidden, self._weight.t(), out=raw)
         if not self._operations:
             return raw, lambda gradient: self._pull_back(hidden, gradient)
-        with torch.set_grad_enabled(self._want_grad):
-            leaf = raw.detach().requires_grad_(self._want_grad)
+        with torch.set_grad_enabled(self._wanted.any):
+            leaf = raw.detach().requires_grad_(self._wanted.any)
             logits = leaf
             for operation in self._operations:
                 logits = operation(logits)
 
-        def pull_back(gradient: Tensor) -> Tensor:
+        def pull_back(gradient: Tensor) -> Tensor | None:
             (of_raw,) = torch.autograd.grad(logits, leaf, gradient.to(logits.dtype))
             return self._pull_back(hidden, of_raw)
 
         return _writable_copy(logits), pull_back
 
-    def _pull_back(self, hidden: Tensor, gradient: Tensor) -> Tensor:
+    def _pull_back(self, hidden: Tensor, gradient: Tensor) -> Tensor | None:
         with _no_autocast(hidden):
             if self._bias_grad is not None:
                 self._bias_grad.add_(gradient.sum(0, dtype=self._bias_grad.dtype))
             if self._weight_grad is not None:
                 self._add_weight_gradient(hidden, gradient)
-            return gradient @ self._weight
+            return gradient @ self._weight if self._wanted.hidden else None
 
     def _add_weight_gradient(self, hidden: Tensor, gradient: Tensor) -> None:
         add, self._is_first = not self._is_first, False
@@ -125,18 +141,22 @@ class ModuleChunks:
     """Any other head, through autograd: its trainable tensors' gradients are summed in fp32."""
 
     def __init__(
-        self, forward: Callable[[Tensor], Tensor], parameters: list[Tensor], operations: Sequence[Operation], want: bool
+        self,
+        forward: Callable[[Tensor], Tensor],
+        parameters: list[Tensor],
+        operations: Sequence[Operation],
+        wanted: Wanted,
     ) -> None:
         self._forward, self._operations = forward, operations
-        self._parameters = parameters if want else []
-        self._want_grad = want
+        self._parameters = parameters if wanted.any else []
+        self._wanted = wanted
         self._totals = [
             torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype)) for parameter in self._parameters
         ]
 
     def logits(self, hidden: Tensor) -> tuple[Tensor, PullBack]:
-        with torch.set_grad_enabled(self._want_grad):
-            leaf = hidden.detach().requires_grad_(self._want_grad)
+        with torch.set_grad_enabled(self._wanted.any):
+            leaf = hidden.detach().requires_grad_(self._wanted.any)
             logits = self._forward(leaf)
             for operation in self._operations:
                 logits = operation(logits)
