@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 import warnings
 from dataclasses import dataclass, field
@@ -34,8 +33,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
+from recipes.dcp_reader import SafeReader, UnusableError
 from recipes.optim import move_schedule
 from recipes.precision import Precision
 from recipes.rng import rng_state, set_rng_state
@@ -97,7 +96,7 @@ class TrainState:
         for _, candidate in saved:
             try:
                 step = self._load(candidate)
-            except (_UnusableError, OSError, RuntimeError, CheckpointException) as error:
+            except (UnusableError, OSError, RuntimeError, CheckpointException) as error:
                 say(f"Train state {candidate} is not usable ({_reason(error)}); trying the one before it.")
                 continue
             return step
@@ -130,7 +129,7 @@ class TrainState:
         state = _read_whole(folder)
         own = (folder / f"rank_{_rank()}.json").exists()
         rank_state = _read_json(folder / f"rank_{_rank() if own else 0}.json")
-        reader = _Reader(folder)
+        reader = SafeReader(folder)
         tensors = self._tensors()
         _check_same_model(folder, tensors, reader.saved_shapes())
         with warnings.catch_warnings():
@@ -157,10 +156,6 @@ class TrainState:
         for name, parameter in trained.items():
             tensors["optimizer." + name] = _adam_state(self.optimizer, parameter)
         return tensors
-
-
-class _UnusableError(Exception):
-    """A train state that is incomplete or damaged."""
 
 
 def _adam_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -199,13 +194,15 @@ def _saved(folder: Path) -> list[tuple[int, Path]]:
 def _read_whole(folder: Path) -> dict[str, Any]:
     state = _read_json(folder / "state.json")
     if state.get("schema_version") != SCHEMA_VERSION:
-        raise _UnusableError(f"schema_version {state.get('schema_version')}, this version reads {SCHEMA_VERSION}")
+        raise UnusableError(f"schema_version {state.get('schema_version')}, this version reads {SCHEMA_VERSION}")
+    if not {"step", "progress", "file_sizes"} <= state.keys():
+        raise UnusableError("state.json lacks fields")
     for name, size in state["file_sizes"].items():
         path = folder / name
         if not path.exists():
-            raise _UnusableError(f"{name} is missing")
+            raise UnusableError(f"{name} is missing")
         if path.stat().st_size != size:
-            raise _UnusableError(f"{name} has {path.stat().st_size} bytes of {size}")
+            raise UnusableError(f"{name} has {path.stat().st_size} bytes of {size}")
     return state
 
 
@@ -213,51 +210,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _UnusableError(f"{path.name}: {error}") from error
-
-
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader, with metadata unpickled under an allow-list (upstream, up to 2.14, calls plain `pickle.load`)."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        try:
-            with open(Path(self.path) / ".metadata", "rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-            metadata.storage_meta.load_id = self.load_id
-        except Exception as error:  # a damaged pickle raises anything at all
-            raise _UnusableError(f".metadata: {error}") from error
-        return metadata
-
-    def saved_shapes(self) -> dict[str, list[int]]:
-        """Return the shape of every tensor by name."""
-        return {name: list(value.size) for name, value in self.read_metadata().state_dict_metadata.items()}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    _ALLOWED = frozenset(
-        [
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.serialization", "_get_layout"),
-            ("torch", "Size"),
-            ("pathlib", "PosixPath"),
-            ("pathlib", "WindowsPath"),
-            ("pathlib._local", "PosixPath"),
-            ("pathlib._local", "WindowsPath"),
-        ]
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        value = super().find_class(module, name) if self._allows(module, name) else None
-        if value is None:
-            raise pickle.UnpicklingError(f".metadata asks for {module}.{name}, which no train state needs")
-        return value
-
-    def _allows(self, module: str, name: str) -> bool:
-        if (module, name) in self._ALLOWED:
-            return True
-        if module == "torch":
-            return isinstance(getattr(torch, name, None), torch.dtype)
-        return module == "torch.distributed.checkpoint.metadata" and name.lstrip("_")[:1].isupper() and "." not in name
+        raise UnusableError(f"{path.name}: {error}") from error
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

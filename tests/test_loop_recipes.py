@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ckpt.plan import Plan
-from recipes import finetune, pretrain, probe, train_state
+from recipes import finetune, pretrain, probe
 from recipes.config import from_dict
+from recipes.dcp_reader import SafeReader
 from recipes.rundir import open_run
 
 SMALL = {
@@ -175,7 +176,7 @@ def test_finetune_with_lora_saves_an_adapter_and_resumes_exactly(tmp_path, text)
         "adapter_config.json",
         "adapter_model.safetensors",
     }
-    saved = train_state._Reader(run.train_state / "step_00000006").saved_shapes()
+    saved = SafeReader(run.train_state / "step_00000006").saved_shapes()
     assert saved and all("lora_" in name for name in saved)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     ids = torch.arange(40)[None]
