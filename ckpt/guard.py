@@ -87,6 +87,8 @@ class Guard:
 
     def always(self, model, args, output):
         self._set_flags(True)
+        if self._applied.store is not None:
+            self._applied.store.end_of_forward()
         for watch in self._watches:
             watch.remove()
         self._watches.clear()

@@ -13,10 +13,7 @@ state afterwards.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import gc
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -161,26 +158,3 @@ def all_strategies() -> dict[str, object]:
         "offload_kept": ckpt.Offload(what="kept", keep="*"),
         "offload_mm": ckpt.Offload(what="kept", keep="*mm"),
     }
-
-
-def live_tensors() -> int:
-    """Count tensors that Python or autograd's wrappers still hold."""
-    gc.collect()
-    return sum(isinstance(o, Tensor) for o in gc.get_objects())
-
-
-class Refs:
-    """Weak references to tensors, to ask which are still alive."""
-
-    def __init__(self):
-        self._refs: list[weakref.ref] = []
-
-    def add(self, tensor: Tensor) -> None:
-        self._refs.append(weakref.ref(tensor.untyped_storage()))
-
-    def alive(self) -> int:
-        return sum(ref() is not None for ref in self._refs)
-
-
-def twin(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)

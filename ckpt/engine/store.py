@@ -114,6 +114,7 @@ class Store:
     def put(self, tensor: torch.Tensor, group: Group) -> Ticket:
         """Send the tensor's storage away. The caller lets go of the tensor; the copy holds it as long as it must."""
         self._settle()
+        tensor = tensor.detach()  # its graph is not ours to keep alive
         num_bytes = tensor.untyped_storage().nbytes()
         fake = isinstance(tensor, FakeTensor)
         slot = None if fake else self._take(num_bytes, tensor.device)
