@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import weakref
 from array import array
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt.tensors import flat_tensors, storages_of
@@ -26,6 +30,25 @@ BETWEEN = 6
 aten = torch.ops.aten
 current_graph_task = torch._C._current_graph_task_id
 current_node = torch._C._current_autograd_node
+
+
+def _python_kernel(func: Any, args: tuple, types: Iterable[type]) -> Callable | None:
+    """Return the Python function behind a torch.library.custom_op about to run on real tensors, None for other ops.
+
+    Calling it here brings the op's scratch into view, as dispatch to the op itself would not (our packed attention with
+    a soft cap holds blocks of scores). Under fake tensors such an op has a shape and no inside.
+    """
+    if (
+        getattr(func, "namespace", "aten") == "aten"
+        or (definition := OPDEFS.get(func.name().partition(".")[0])) is None
+    ):
+        return None
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    if is_fake or any(issubclass(t, FakeTensor) for t in types):
+        return None
+    kernels = definition._backend_fns
+    device = next((t.device.type for t in flat_tensors(args)), None)
+    return kernels.get(device) or kernels.get(None)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -180,7 +203,13 @@ class LiveBytes(TorchDispatchMode):
             return NotImplemented  # let the subclass (DTensor) unwrap itself: its inner ops come back here
         self._join = None
         resident = self._advance()
-        out = func(*args, **(kwargs or {}))
+        kernel = _python_kernel(func, args, types)
+        if kernel is None:
+            out = func(*args, **(kwargs or {}))
+        else:
+            with self:
+                out = kernel(*args, **(kwargs or {}))
+            self._join = None
         given = flat_tensors(args) + (flat_tensors(list(kwargs.values())) if kwargs else [])
         made = flat_tensors(out)
         if resident == BETWEEN and self._starts_forward(given, made):

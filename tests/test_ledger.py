@@ -279,6 +279,31 @@ def test_sharded_parameters_count_their_shard_and_their_gathered_copies():
     assert ledger.end_bytes == ledger.start_bytes
 
 
+def test_scratch_inside_a_python_op_is_seen_on_real_tensors_alone():
+    from ckpt.attention import packed_attention
+
+    class Attention(nn.Module):
+        def forward(self, x):
+            bounds = torch.tensor([0, 40, 64, 128], dtype=torch.int32) if known else x.new_empty(4, dtype=torch.int32)
+            return packed_attention(x, x, x, bounds, None, 64, 0.25, 0, 30.0)[0].sum()
+
+    def run():
+        x = torch.ones(2, 4, 64, 16).requires_grad_()
+        with measure(Attention(), inputs=x) as ledger:
+            Attention()(x).backward()
+        return ledger, x
+
+    known = True
+    real, x = run()
+    x.grad = None
+    assert_same(real, allocator_growth(lambda: Attention()(x).backward()))
+    known = False
+    with FakeTensorMode():
+        fake, _ = run()
+    assert real.peak_bytes - fake.peak_bytes > 4 * 40 * 40 * F32  # at least a document's scores
+    assert fake.end_bytes == real.end_bytes
+
+
 def test_shapes_that_a_dtensor_works_out_are_no_memory():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
