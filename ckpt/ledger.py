@@ -138,11 +138,6 @@ class Ledger:
 
     @property
     def position(self) -> int:
-        """Changes logged since the step began: the index in `full_timeline` of the present moment."""
-        return len(self._open().deltas) - self._num_before
-
-    @property
-    def position(self) -> int:
         """Changes logged since the step began: the index in `full_timeline` of the state at this moment."""
         return len(self._open().deltas) - self._num_before
 
