@@ -7,6 +7,7 @@
 """
 
 from ckpt.audit import Audit
+from ckpt.auto import Auto
 from ckpt.patching import Applied, applied_to, apply
 from ckpt.plan import Decision, Plan, Policy, Rule
 from ckpt.strategies import EveryN, FromPlan, Full, KeepAll, Offload, Segments, Selective
@@ -14,6 +15,7 @@ from ckpt.strategies import EveryN, FromPlan, Full, KeepAll, Offload, Segments, 
 __all__ = [
     "Applied",
     "Audit",
+    "Auto",
     "Decision",
     "EveryN",
     "FromPlan",

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+from ckpt.auto import Auto
 from ckpt.engine.keys import ATTENTION, OpKey
 from ckpt.engine.record import Op
 from ckpt.plan import Decision, Plan, Policy, Rule
@@ -269,7 +270,7 @@ def _fits(pattern: str, key: OpKey) -> bool:
     return fnmatch.fnmatchcase(key.op, pattern) or fnmatch.fnmatchcase(str(key), pattern)
 
 
-STRATEGIES = {cls.name: cls for cls in (KeepAll, Full, EveryN, Segments, Selective, Offload, FromPlan)}
+STRATEGIES = {cls.name: cls for cls in (KeepAll, Full, EveryN, Segments, Selective, Offload, Auto, FromPlan)}
 
 
 def make(name: str, **settings):

@@ -19,6 +19,7 @@ NEEDS = {
     "data/hub": ["data.name=some/data"],
     "model/hub": ["model.name=some/model"],
     "strategy/plan": ["strategy.path=plan.json"],
+    "strategy/auto": ["strategy.budget_gib=70"],
 }
 FILES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.glob("*/*.yaml"))
 

@@ -25,7 +25,7 @@ from ckpt.trace import Trace
 # Budgets at which the outer program is solved. More cost time and find plans closer to any one budget.
 NUM_BUDGETS = 48
 # A plan whose estimate is further above the budget than this is not tried.
-ESTIMATE_SLACK = 0.05
+ESTIMATE_SLACK = 0.01
 
 
 @dataclass(eq=False)
@@ -64,7 +64,9 @@ class Frontier:
             self._say(f"pricing what a kind of layer can keep ({len(record.ops)} ops)")
             options = [] if record.is_data_dependent else inner_frontier(record, price)
             if not options:
-                options = [Option(frozenset(), 0, float(sum(price(op, record) for op in record.ops)), sum_flops(record))]
+                options = [
+                    Option(frozenset(), 0, float(sum(price(op, record) for op in record.ops)), sum_flops(record))
+                ]
             self._inner[key] = [*options, keep_all(record)]
         return self._inner[key]
 
@@ -110,24 +112,49 @@ class Frontier:
     # -- the outer program's view ---------------------------------------------------------------------------------------
 
     def _layers_as_seen(self) -> _Model:
-        """Peaks by layer from the run that replays everything; an option adds what it holds, and replays no more.
-
-        The working set of a layer's backward does not depend on what is kept: kept or replayed, it is all there."""
+        """Peaks by layer and option. What a layer adds to the others comes from the run that replays everything; what an
+        option changes of that comes from runs in which every layer has another option."""
         peaks = LayerPeaks.of(self.full, self.num_layers)
+        changes = self._measured_changes(peaks)
         choices = []
-        for i, options in enumerate(self.options):
+        for i, (record, options) in enumerate(zip(self.records, self.options, strict=True)):
+            measured = changes[record_key(record)]
             choices.append(
                 [
                     Choice(
-                        held=int(peaks.held[i]) + option.held_bytes,
-                        forward=int(peaks.forward[i]) + option.held_bytes,
-                        backward=int(peaks.backward[i]),
+                        held=int(peaks.held[i] + measured[k].held),
+                        forward=int(peaks.forward[i] + measured[k].forward),
+                        backward=int(peaks.backward[i] + measured[k].backward),
                         cost=option.cost,
                     )
-                    for option in options
+                    for k, option in enumerate(options)
                 ]
             )
         return _Model(choices, int(peaks.loss), int(peaks.elsewhere))
+
+    def _measured_changes(self, full: LayerPeaks) -> dict[tuple, list[_Change]]:
+        """Return, by kind of layer and option, the change against replaying everything."""
+        kinds = [record_key(record) for record in self.records]
+        places: dict[tuple, list[int]] = {}
+        for i, kind in enumerate(kinds):
+            places.setdefault(kind, []).append(i)
+        rounds = max(-(-(len(self._inner[kind]) - 1) // len(layers)) for kind, layers in places.items())
+        found: dict[tuple, list[_Change]] = {k: [_Change(0, 0, 0)] * len(self._inner[k]) for k in places}
+        for turn in range(rounds):
+            self._say(f"measuring what each option holds ({turn + 1} of {rounds})")
+            picked = [0] * self.num_layers
+            for kind, layers in places.items():
+                for k, layer in enumerate(layers):
+                    picked[layer] = min(1 + turn * len(layers) + k, len(self._inner[kind]) - 1)
+            options = [choices[k] for choices, k in zip(self.options, picked, strict=True)]
+            seen = LayerPeaks.of(self._simulator.run(self._plan_of(options)), self.num_layers)
+            for i, k in enumerate(picked):
+                found[kinds[i]][k] = _Change(
+                    int(seen.held[i] - full.held[i]),
+                    int(seen.forward[i] - full.forward[i]),
+                    int(seen.backward[i] - full.backward[i]),
+                )
+        return found
 
     def _estimate(self, plan: Sequence[int], model: _Model) -> int:
         held, worst = 0, model.elsewhere
@@ -167,6 +194,15 @@ class Frontier:
                 decisions = {record.ops[i].key: Decision.KEEP for i in sorted(option.keep)}
             layers.append(LayerPlan(replay=option.replay, decisions=decisions))
         return Plan(layers, name="auto")
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Bytes more than with everything replayed."""
+
+    held: int
+    forward: int
+    backward: int
 
 
 @dataclass(frozen=True)

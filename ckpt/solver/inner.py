@@ -123,7 +123,9 @@ def _candidates(record: Record, pricing: Pricing, base: Option) -> list[int]:
             chosen.append(i)
             continue
         spared = base.flops - pricing.option([i]).flops
-        rivals = [j for j in by_flops[spared] if j in saved and j > i and record.ops[j].num_bytes <= record.ops[i].num_bytes]
+        rivals = [
+            j for j in by_flops[spared] if j in saved and j > i and record.ops[j].num_bytes <= record.ops[i].num_bytes
+        ]
         if spared == 0 or not any(pricing.option([i, j]).flops == pricing.option([j]).flops for j in rivals):
             chosen.append(i)
     return chosen

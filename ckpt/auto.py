@@ -1,4 +1,4 @@
-"""`Auto`: a budget in, the cheapest plan that fits out.
+"""`Auto`: a budget in, the cheapest plan that fits out. The planning itself is in `ckpt/solver/`, imported when asked for.
 
 >>> plan = Auto(budget_gib=70).plan(model, work)        # doctest: +SKIP
 >>> handle = ckpt.apply(model, plan)                    # doctest: +SKIP
@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ckpt.hardware import Device, find, find_by_cuda_name
-from ckpt.plan import Plan
-from ckpt.simulate import Simulator
-from ckpt.solver.frontier import Frontier
-from ckpt.solver.inner import Price, flops_price, seconds_price
-from ckpt.workload import Workload
+if TYPE_CHECKING:
+    from ckpt.hardware import Device
+    from ckpt.plan import Plan
+    from ckpt.solver.frontier import Frontier
+    from ckpt.solver.inner import Price
+    from ckpt.workload import Workload
 
 GIB = 2**30
 OBJECTIVES = ("seconds", "flops")
@@ -43,11 +43,18 @@ class Auto:
     def __post_init__(self):
         given = [v is not None for v in (self.budget_gib, self.budget_fraction)]
         if sum(given) != 1:
-            raise ValueError("auto: give strategy.budget_gib (GiB) or strategy.budget_fraction (of the device), one of both")
-        for key, value, most in (("budget_gib", self.budget_gib, math.inf), ("budget_fraction", self.budget_fraction, 1.0)):
+            raise ValueError(
+                "auto: give strategy.budget_gib (GiB) or strategy.budget_fraction (of the device), one of both"
+            )
+        for key, value, most in (
+            ("budget_gib", self.budget_gib, math.inf),
+            ("budget_fraction", self.budget_fraction, 1.0),
+        ):
             bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
             if value is not None and (bad or not 0 < value <= most):
-                raise ValueError(f"auto: {key}={value!r} must be a number above 0" + (", at most 1" if most == 1.0 else ""))
+                raise ValueError(
+                    f"auto: {key}={value!r} must be a number above 0" + (", at most 1" if most == 1.0 else "")
+                )
         if self.objective not in OBJECTIVES:
             raise ValueError(f"auto: objective={self.objective!r} is unknown; it is {' or '.join(OBJECTIVES)}")
 
@@ -63,10 +70,13 @@ class Auto:
         Raises:
             ValueError: nothing fits; the message names the smallest budget that does, and what would lower it.
         """
+        from ckpt.simulate import Simulator
+        from ckpt.solver.frontier import Frontier
+
         frontier = Frontier(Simulator(model, work), self.price(), progress)
         return self.plan_from(frontier, work)
 
-    def plan_from(self, frontier, work: Workload) -> Plan:
+    def plan_from(self, frontier: Frontier, work: Workload) -> Plan:
         """Take the best plan under the budget from a frontier that was built before."""
         budget = self.budget_bytes()
         best = frontier.best_within(budget)
@@ -88,10 +98,14 @@ class Auto:
 
     def price(self) -> Price:
         """Return the price of running one op again: FLOPs, or seconds by the device's roofline."""
+        from ckpt.solver.inner import flops_price, seconds_price
+
         return flops_price if self.objective == "flops" else seconds_price(self.device())
 
     def device(self) -> Device:
         """Return the device that is planned for: `hardware`, or the CUDA device at hand, else an H100."""
+        from ckpt.hardware import find, find_by_cuda_name
+
         if self.hardware is not None:
             return find(self.hardware)
         if torch.cuda.is_available():
@@ -105,7 +119,7 @@ class Auto:
         return find("h100")  # only ratios of its figures decide
 
 
-def infeasible(auto: Auto, frontier, work: Workload) -> str:
+def infeasible(auto: Auto, frontier: Frontier, work: Workload) -> str:
     """Say which budget would do, and what would lower it."""
     smallest = frontier.smallest()
     advice = ["raise strategy.budget_gib", "lower seq_len"]
