@@ -123,7 +123,7 @@ def test_the_traceback_is_there_when_asked_for(folder):
 
 def test_help_lists_strategies_and_keys(folder):
     done = train("--help")
-    assert done.returncode == 0 and "+strategy=every_n|full" in done.stdout and "optim.lr" in done.stdout
+    assert done.returncode == 0 and "|every_n|full|none" in done.stdout and "optim.lr" in done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
