@@ -187,6 +187,24 @@ def test_a_flop_counter_inside_changes_nothing():
     assert (alone.full_timeline.bytes == beside.full_timeline.bytes).all()
 
 
+@pytest.mark.parametrize("watch", [measure, lambda model: FlopCounter()], ids=["ledger", "flop-counter"])
+def test_a_watched_step_computes_the_same_bits(watch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.LayerNorm(48), nn.Dropout(0.2), nn.Linear(48, 8), nn.GELU())
+    x = torch.randn(64, 32)
+
+    def gradients(context):
+        torch.manual_seed(1)
+        model.zero_grad()
+        with context:
+            hidden = model(x)
+            (hidden.softmax(-1) * hidden).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    plain = gradients(contextlib.nullcontext())
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(watch(model)), strict=True))
+
+
 @pytest.mark.parametrize("replay", [False, True])
 def test_fake_and_real_steps_give_one_timeline(replay):
     def run(fake):
