@@ -171,6 +171,8 @@ def _patch_layers(applied: Applied, model, layers: list[Layer], policy: Policy, 
         region = Region(layer.module, layer.index, f"layer {layer.index} ({layer.name}, {layer.kind})", policy.decide)
         if any(fnmatch.fnmatchcase(layer.name, pattern) for pattern in dynamic):
             region.becomes_dynamic("declared dynamic")
+        if rule.offload_input and applied.store is None:
+            raise ValueError(f"the policy offloads the input of layer {layer.index} and names no target, host or disk")
         region.store, region.offloads_input = applied.store, rule.offload_input
         if rule.segment is not None:
             region.segment = tails.setdefault(rule.segment, SegmentTail(rule.inner, layer.index))

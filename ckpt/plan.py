@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,6 +21,8 @@ SCHEMA_VERSION = 1
 
 
 class Decision(StrEnum):
+    """What is done with the outputs of one op call."""
+
     KEEP = "keep"
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
@@ -62,6 +63,8 @@ class Policy(Protocol):
 
 @dataclass
 class LayerPlan:
+    """A plan's row: what is done with one layer and its ops."""
+
     replay: bool = True
     segment: int | None = None
     inner: str = "keep"
@@ -81,7 +84,8 @@ class Plan:
     def rule(self, index: int, num_layers: int) -> Rule:
         if num_layers != len(self.layers):
             raise ValueError(
-                f"the plan is for {len(self.layers)} decoder layers, the model has {num_layers}. Make a plan for this model."
+                f"the plan is for {len(self.layers)} decoder layers, the model has {num_layers}. "
+                "Make a plan for this model."
             )
         layer = self.layers[index]
         return Rule(layer.replay, layer.segment, layer.inner, layer.offload_input)
@@ -95,7 +99,9 @@ class Plan:
 
     def complaint(self, seen, matched, dynamic) -> str | None:
         for index, keys in seen.items():
-            missing = [str(key) for key in self.unmatched(index, keys)]
+            decisions = self.layers[index].decisions
+            # An op that is to be recomputed and is not there (a copy that batch size 1 does without) loses nothing.
+            missing = [str(k) for k in self.unmatched(index, keys) if decisions[k] is not Decision.RECOMPUTE]
             if missing and index not in dynamic:
                 return (
                     f"plan: layer {index} has no op {missing[0]!r}"
@@ -148,12 +154,17 @@ class Plan:
                 inner = group.get("inner", "keep")
                 if inner not in ("keep", "replay") or not isinstance(group["replay"], bool):
                     raise ValueError(f"inner={inner!r}, replay={group['replay']!r}")
+                segment = group.get("segment")
+                if segment is not None and not _is_index(segment):
+                    raise ValueError(f"segment={segment!r}")
                 decisions = {OpKey.parse(k): Decision(d) for k, d in group["decisions"].items()}
                 for index in group["indices"]:
+                    if not _is_index(index) or index >= count:
+                        raise ValueError(f"index {index!r} is no layer of {count}")
                     if layers[index] is not None:
                         raise ValueError(f"layer {index} stands twice")
                     layers[index] = LayerPlan(
-                        group["replay"], group.get("segment"), inner, bool(group.get("offload_input")), dict(decisions)
+                        group["replay"], segment, inner, bool(group.get("offload_input")), dict(decisions)
                     )
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 raise ValueError(f"{where}: a group of layers is malformed ({error})") from None
@@ -164,14 +175,12 @@ class Plan:
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan as JSON; an existing file is replaced whole or not at all."""
         path = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(self.to_dict(), file, indent=1)
-                file.write("\n")
+            temporary.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
             os.replace(temporary, path)
         except BaseException:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
 
     @classmethod
@@ -186,6 +195,10 @@ class Plan:
         return cls.from_dict(data, f"plan {os.fspath(path)!r}")
 
 
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _offload_of(data: dict, where: str) -> dict | None:
     offload = data.get("offload")
     if offload is None:
@@ -196,4 +209,5 @@ def _offload_of(data: dict, where: str) -> dict | None:
 
 
 def sorted_items(decisions: dict[OpKey, Decision]) -> list[tuple[OpKey, Decision]]:
+    """Return a layer's decisions in the order of their keys' text."""
     return sorted(decisions.items(), key=lambda item: str(item[0]))

@@ -142,6 +142,8 @@ class Region:
             self.counts.undecided += 1
         elif decision is not Decision.RECOMPUTE:
             self.matched += 1
+        if decision is Decision.OFFLOAD and self.store is None:
+            raise ValueError(f"{self.name}: the policy offloads {op.key} and names no target, host or disk")
         return decision or Decision.RECOMPUTE
 
     def _grad_flags(self) -> tuple[bool, ...]:
