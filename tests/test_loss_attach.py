@@ -281,9 +281,11 @@ def test_compiled_models_run_with_full_logits_in_one_graph():
     torch._dynamo.reset()
 
 
-def test_auto_chunks_grow_with_the_hidden_states():
+def test_chunks_chosen_by_shape_serve_the_gemms_and_grow_with_the_hidden_states():
     from ckpt.engine.loss_chunks import auto_chunk_tokens
 
     assert auto_chunk_tokens(T, 32, 97) == 512
-    assert auto_chunk_tokens(8192, 4096, 128_256) == 512
+    assert auto_chunk_tokens(8192, 256, 32_000) == 512
+    assert auto_chunk_tokens(8192, 640, 262_144) == 512
+    assert auto_chunk_tokens(8192, 4096, 128_256) == 1024
     assert auto_chunk_tokens(131_072, 4096, 128_256) == 2048  # 1 GiB of fp32 logits, as one hidden state in bf16
