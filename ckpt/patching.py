@@ -1,8 +1,8 @@
 """Put a policy into a model, reversibly, and prove that it is in force.
 
 The seam is transformers' own: a `GradientCheckpointingLayer` calls `self._gradient_checkpointing_func(function, *args)`
-where it would run its forward. We set that attribute, and the flag that enables it, on the *instances*; nothing is wrapped,
-so parameter names, state dict and hooks stay as they are. Layers of a plain class get an instance `forward`.
+where it would run its forward. We set that attribute, and the flag that enables it, on the *instances*; nothing is
+wrapped, so parameter names, state dict and hooks stay as they are. Layers of a plain class get an instance `forward`.
 
 >>> handle = apply(model, "selective")      # doctest: +SKIP
 >>> loss.backward(); print(handle.audit())  # doctest: +SKIP
@@ -138,7 +138,9 @@ def resolve(strategy, model=None, workload=None) -> Policy:
         return strategy
     if hasattr(strategy, "plan") and not hasattr(strategy, "policy"):
         if workload is None:
-            raise ValueError(f"strategy {strategy.name} plans for a workload: ckpt.apply(model, strategy, ckpt.Workload(...))")
+            raise ValueError(
+                f"strategy {strategy.name} plans for a workload: ckpt.apply(model, strategy, ckpt.Workload(...))"
+            )
         return strategy.plan(model, workload)
     if hasattr(strategy, "policy"):
         return strategy.policy()
@@ -235,12 +237,17 @@ class _PlainForward:
 def _refuse_what_is_there(model: nn.Module, layers: list[Layer]) -> None:
     if applied_to(model) is not None:
         raise ValueError("a strategy is in force on this model already; call handle.undo() first")
-    stock = [m for m in model.modules() if isinstance(m.__dict__.get("_gradient_checkpointing_func"), partial)]
-    if any(m.__dict__.get("gradient_checkpointing") for m in stock):
-        raise ValueError(
-            "Transformers' own activation checkpointing is on. Call model.activation_checkpointing_disable(), and leave "
-            "activation_checkpointing out of TrainingArguments: it would replace this strategy silently."
-        )
+    for name, module in model.named_modules():
+        function = module.__dict__.get("_gradient_checkpointing_func")
+        if function is not None and module.__dict__.get("gradient_checkpointing"):
+            if function is _run or isinstance(function, Region):
+                raise ValueError("a strategy is in force on the model that this is a part of; call handle.undo() first")
+            raise ValueError(
+                "Transformers' own activation checkpointing is on. Call model.activation_checkpointing_disable(), and "
+                "leave activation_checkpointing out of TrainingArguments: it would replace this strategy silently."
+            )
+        if type(module).__name__ == "CheckpointWrapper":  # by name: not every build of torch has torch.distributed
+            raise ValueError(f"{name} is wrapped by torch's checkpoint_wrapper and would be replayed twice. Unwrap it.")
     for layer in layers:
         if has_own_forward(layer.module):
             continue  # accelerate's hooks call the class's forward; the guard sees whether it was reached
