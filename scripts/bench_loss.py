@@ -73,8 +73,8 @@ def compare(hidden: int, num_tokens: int, args: argparse.Namespace) -> None:
             ratios.append(times["chunked"] / times["full"])
     low, _, high = statistics.quantiles(ratios, n=4)
     print(
-        f"hidden {hidden:5d}  tokens {num_tokens:5d}  {args.dtype}  "
-        f"full {min(full):7.3f} s  chunked {min(chunked):7.3f} s  ratio {statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]",
+        f"hidden {hidden:5d}  tokens {num_tokens:5d}  {args.dtype}  full {min(full):7.3f} s  "
+        f"chunked {min(chunked):7.3f} s  ratio {statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]",
         flush=True,
     )
 
