@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ckpt.engine.ops import written_arguments
@@ -91,12 +92,15 @@ def run_on_copies(func, args, kwargs, written: list[torch.Tensor]):
 
 def placeholder(meta: TensorMeta) -> torch.Tensor:
     """Make a tensor of true shape, strides and dtype over an empty storage. True strides matter: SDPA chooses its kernel
-    by them. It is made once and handed out as aliases. Nothing is allocated: `_reshape_alias` does not look at sizes."""
-    if torch._guards.detect_fake_mode() is None:
+    by them. It is made once and handed out as aliases. Nothing is allocated: `_reshape_alias` does not look at sizes; a fake
+    one, whose fake kernel does, is made where no ledger sees it."""
+    fake_mode = torch._guards.detect_fake_mode()
+    if fake_mode is None:
         empty = torch.empty(0, dtype=meta.dtype, device=meta.device)
         return torch.ops.aten._reshape_alias(empty, meta.shape, meta.stride)
-    tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
-    tensor.untyped_storage().resize_(0)
+    with _disable_current_modes(), fake_mode:
+        tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+        tensor.untyped_storage().resize_(0)
     return tensor
 
 
