@@ -32,14 +32,13 @@ import coverage_rows  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 import zoo  # noqa: E402
-from coverage_checks import CHECKS, check_all  # noqa: E402
+from coverage_checks import CHECKS, cells, check_all  # noqa: E402
 from coverage_rows import Row  # noqa: E402
 
 from scripts.coverage_table import markdown  # noqa: E402
 
 CSV, TABLE = ROOT / "docs" / "coverage.csv", ROOT / "docs" / "coverage.md"
 PRELOAD = ["torch", "transformers", "zoo", "coverage_checks"]
-DROPOUTS = (0.1, 0.0)  # with dropout attention takes the math path, without it the fused one: both must be exact
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,8 +85,12 @@ def plan(options: argparse.Namespace, known: dict[tuple, Row]) -> dict[str, list
     if not options.resume:
         return dict.fromkeys(options.only, options.strategies)
     done = {row.key for row in known.values() if (row.torch, row.transformers) == versions() and row.good}
-    missing = {n: [s for s in options.strategies if any((n, s, p) not in done for p in DROPOUTS)] for n in options.only}
-    return {name: strategies for name, strategies in missing.items() if strategies}
+    wanted = {}
+    for name in options.only:
+        missing = [s for s in options.strategies if any((name, *cell) not in done for cell in cells([s]))]
+        if missing:
+            wanted[name] = missing
+    return wanted
 
 
 def versions() -> tuple[str, str]:
@@ -130,14 +133,13 @@ def start(context, architecture: str, strategies: list[str], timeout: float) -> 
     process = context.Process(target=work, args=(theirs, architecture, strategies), daemon=True)
     process.start()
     theirs.close()
-    missing = [(strategy, dropout) for dropout in DROPOUTS for strategy in strategies]
-    return Worker(architecture, process, ours, time.monotonic() + timeout, missing)
+    return Worker(architecture, process, ours, time.monotonic() + timeout, cells(strategies))
 
 
 def work(rows: Connection, architecture: str, strategies: list[str]) -> None:
     """The process: send each row as soon as it is known."""
     torch.set_num_threads(1)
-    for row in check_all(architecture, strategies, DROPOUTS):
+    for row in check_all(architecture, strategies):
         rows.send(row)
     rows.close()
 

@@ -1,6 +1,7 @@
-"""What `scripts/coverage.py` checks of one architecture under one strategy; test_families.py uses the same table.
+"""What `scripts/coverage.py` checks of one architecture; test_families.py uses the same table of strategies.
 
-row = check("gemma2", "full", dropout=0.1)       # row.status == "exact"
+for row in check_all("gemma2", ["full", "attention"]):
+    row.status                                        # "exact"
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import coverage_packing
+import coverage_peaks
 import exactness
 import zoo
 from coverage_rows import Row
@@ -20,10 +23,37 @@ from torch import nn
 import ckpt
 from ckpt.engine.loss import attach_chunked_loss
 from ckpt.layers import find_layers
+from ckpt.strategies import make
 
 SEQ_LEN = 16  # twice zoo.sizes.WINDOW: sliding windows and chunks mask something
 REORDERED = 1e-6  # relative norm; tiles and chunks sum in another order
+DROPOUTS = (0.1, 0.0)  # with dropout attention takes the math path, without it the fused one: both must be exact
 PACKAGE = str(Path(ckpt.__file__).parent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One column of the table: what is applied, how exact it must be."""
+
+    strategy: Any
+    loss: str = "full"
+    tile_mlp: int = 1
+    tolerance: float = 0.0
+    replays: bool = True
+    """Whether layers must have been run again in backward."""
+    ours: bool = True
+    """Whether it must be undone without a trace; if not, it is there for comparison."""
+    peak: bool = False
+    """Whether its peak is measured and predicted."""
+    special: Callable[[nn.Module], Any] | None = None
+    """Attaches it in place of `ckpt.apply`."""
+    dropouts: tuple[float, ...] = DROPOUTS
+
+    def attach(self, model: nn.Module) -> Any:
+        """Put it on the model; return a handle with `undo()`."""
+        if self.special is not None:
+            return self.special(model)
+        return ckpt.apply(model, self.strategy, loss=self.loss, tile_mlp=self.tile_mlp)
 
 
 class _Stock:
@@ -35,17 +65,6 @@ class _Stock:
 
     def undo(self) -> None:
         self.model.activation_checkpointing_disable()
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One column of the table: how to attach, how exact it must be, whether it is ours (proved and undone)."""
-
-    attach: Callable[[nn.Module], Any]
-    tolerance: float = 0.0
-    ours: bool = True
-    replays: bool = True
-    """Whether layers must have been run again in backward."""
 
 
 @dataclasses.dataclass
@@ -92,27 +111,36 @@ def _tiled(model: nn.Module) -> _Noted:
     return _Noted(applied, note)
 
 
-def _apply(strategy: str, **fields: Any) -> Callable[[nn.Module], ckpt.Applied]:
-    return lambda model: ckpt.apply(model, ckpt.strategies.make(strategy, **fields))
+def _auto(model: nn.Module) -> _Noted:
+    plan, note = coverage_peaks.plan_within_half(model)
+    return _Noted(ckpt.apply(model, plan), lambda: note)
 
 
 CHECKS: dict[str, Check] = {
-    "stock": Check(_Stock, ours=False, replays=False),
-    "none": Check(_apply("none"), replays=False),
-    "full": Check(_apply("full")),
-    "every_n": Check(_apply("every_n", n=2)),
-    "segments_keep": Check(_apply("segments", size=2, inner="keep")),
-    "segments_replay": Check(_apply("segments", size=2, inner="replay")),
-    "attention": Check(_apply("selective", keep="attention")),
-    "attention+matmul+moe": Check(_apply("selective", keep="attention+matmul+moe")),
-    "by_price": Check(_apply("selective", keep="by_price", min_flops_per_byte=32.0)),
-    "offload_inputs": Check(_apply("offload", target="host", what="inputs")),
-    "offload_kept": Check(_apply("offload", target="host", what="kept", keep="attention+matmul+moe")),
-    "offload_disk": Check(_apply("offload", target="disk", what="inputs")),
-    "tiled": Check(_tiled, tolerance=REORDERED),
-    "chunked": Check(_chunked, tolerance=REORDERED),
+    "none": Check(make("none"), replays=False, peak=True),
+    "full": Check(make("full"), peak=True),
+    "every_n": Check(make("every_n", n=2)),
+    "segments_keep": Check(make("segments", size=2, inner="keep")),
+    "segments_replay": Check(make("segments", size=2, inner="replay")),
+    "attention": Check(make("selective", keep="attention")),
+    "attention+matmul+moe": Check(make("selective", keep="attention+matmul+moe"), peak=True),
+    "by_price": Check(make("selective", keep="by_price", min_flops_per_byte=32.0)),
+    "auto": Check(None, replays=False, special=_auto, dropouts=(0.0,)),
+    "offload_inputs": Check(make("offload", target="host", what="inputs")),
+    "offload_kept": Check(make("offload", target="host", what="kept", keep="attention+matmul+moe")),
+    "offload_disk": Check(make("offload", target="disk", what="inputs"), dropouts=(0.1,)),
+    "tiled": Check(make("full"), tile_mlp=3, tolerance=REORDERED, special=_tiled),
+    "chunked": Check(make("full"), loss="chunked", tolerance=REORDERED, peak=True, special=_chunked),
+    "packing": Check(make("selective", keep="attention+matmul+moe"), dropouts=(0.0,)),
+    "stock": Check(None, replays=False, ours=False, special=_Stock),
 }
 """Name -> check. The selective strategy appears under its keep-lists; tiled and chunked replay in full."""
+
+
+def cells(strategies: Sequence[str]) -> list[tuple[str, float]]:
+    """Return the (strategy, dropout) pairs that are checked, ours first: the stock one leaves hooks behind."""
+    ordered = sorted(strategies, key=lambda name: not CHECKS[name].ours)
+    return [(name, dropout) for dropout in DROPOUTS for name in ordered if dropout in CHECKS[name].dropouts]
 
 
 def batches(model: nn.Module) -> list[dict[str, Any]]:
@@ -121,30 +149,52 @@ def batches(model: nn.Module) -> list[dict[str, Any]]:
     return [zoo.batch(model, length, seed=seed) for seed, length in enumerate((SEQ_LEN, SEQ_LEN, other))]
 
 
-def check_all(architecture: str, strategies: Sequence[str], dropouts: Sequence[float]) -> Iterator[Row]:
-    """Check one architecture under every strategy with every dropout probability, one row each as it is done."""
-    for dropout in dropouts:
+def check_all(architecture: str, strategies: Sequence[str]) -> Iterator[Row]:
+    """Check one architecture under every strategy, with dropout and without, one row each as it is done."""
+    wanted = cells(strategies)
+    for dropout in dict.fromkeys(dropout for _, dropout in wanted):
+        names = [strategy for strategy, p in wanted if p == dropout]
         try:
             model = zoo.build(architecture, dropout=dropout)
             plain = exactness.baseline(model, batches(model))
             random = exactness.draws_random_numbers(model, plain.batches[0])
         except Exception as error:
-            yield from (Row(architecture, s, dropout, "error", "plain model: " + _last_line(error)) for s in strategies)
+            yield from (Row(architecture, s, dropout, "error", "plain model: " + last_line(error)) for s in names)
             continue
-        for strategy in sorted(strategies, key=lambda name: not CHECKS[name].ours):  # the stock one leaves hooks behind
+        for strategy in names:
             row = Row(architecture, strategy, dropout, random=random, gradients=len(plain.steps[0].gradients))
             start = time.perf_counter()
-            _check(row, model, plain, CHECKS[strategy])
+            if strategy == "packing":
+                _check_packing(row, model)
+            else:
+                _check(row, model, plain, CHECKS[strategy])
+            if CHECKS[strategy].peak and not dropout and row.status in ("exact", "close"):
+                _compare_peaks(row, model, CHECKS[strategy])
             row.seconds = round(time.perf_counter() - start, 3)
             yield row
+
+
+def _compare_peaks(row: Row, model: nn.Module, check: Check) -> None:
+    settings = check.strategy, check.loss, check.tile_mlp
+    try:
+        row.peak_bytes = coverage_peaks.measured(model, *settings)
+        row.predicted_peak_bytes = coverage_peaks.predicted(model, *settings)
+    except Exception as error:
+        row.note = "; ".join(filter(None, [row.note, f"no predicted peak: {last_line(error)}"]))
+
+
+def _check_packing(row: Row, model: nn.Module) -> None:
+    try:
+        coverage_packing.check(row, model, CHECKS["packing"].attach)
+    except Exception as error:
+        row.status, row.cause = _status(error), last_line(error)
 
 
 def _check(row: Row, model: nn.Module, plain: exactness.Baseline, check: Check) -> None:
     try:
         found = exactness.compare(model, plain, check.attach, tolerance=check.tolerance)
     except Exception as error:
-        ours = isinstance(error, ValueError) and _raised_in_package(error)
-        row.status, row.cause = "refused" if ours else "error", _last_line(error)
+        row.status, row.cause = _status(error), last_line(error)
         return
     row.worst_parameter, row.worst_error = found.worst[0], found.worst_error
     row.note = found.note
@@ -190,11 +240,13 @@ def unproved(model: nn.Module, plain: exactness.Baseline, audit: ckpt.Audit) -> 
     return f"called but not run again as often: {', '.join(silent)}" if silent else ""
 
 
-def _raised_in_package(error: BaseException) -> bool:
-    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(PACKAGE)
+def _status(error: Exception) -> str:
+    """A ValueError that the package raises itself is a refusal."""
+    ours = traceback.extract_tb(error.__traceback__)[-1].filename.startswith(PACKAGE)
+    return "refused" if ours and isinstance(error, ValueError) else "error"
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """Say what was raised and where, in one line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())[:300]
