@@ -87,7 +87,7 @@ class Applied:
 
 
 def apply(
-    model: nn.Module, strategy, workload=None, *, loss: str = "full", tile_mlp: int = 1, dynamic: tuple[str, ...] = ()
+    model: nn.Module, strategy, workload=None, *, loss: str = "full", tile_mlp: int | str = 1, dynamic: tuple[str, ...] = ()
 ) -> Applied:
     """Put a strategy in force on `model`.
 
@@ -96,7 +96,8 @@ def apply(
         strategy: a strategy, its name ("full"), a Policy or a Plan.
         workload: what `Auto` plans for; other strategies need none.
         loss: "full", or "chunked": `model(..., labels=...)` computes its loss without materialising logits.
-        tile_mlp: tiles of the token-wise part of a layer; 1 is none.
+        tile_mlp: tiles of the token-wise part of a layer; 1 is none. "auto" takes the fewest that no longer set the peak
+            predicted for the workload.
         dynamic: patterns of layer names that are recorded at every call, for layers whose path depends on something
             that the engine cannot see.
 
@@ -108,6 +109,8 @@ def apply(
     layers = find_layers(model)
     inner = unwrapped(model)
     _refuse_what_is_there(model, layers)
+    if tile_mlp == "auto":
+        tile_mlp = _auto_tiles(model, policy, workload, loss)
     applied = Applied(inner, policy, len(layers))
     try:
         if tile_mlp != 1:  # before the layers are patched: tiling looks at what the plain model does
@@ -186,6 +189,15 @@ def _patch_layers(applied: Applied, model, layers: list[Layer], policy: Policy, 
             applied._set(layer.module, "gradient_checkpointing", True)
         else:
             applied._set(layer.module, "forward", _PlainForward(layer.module, region))
+
+
+def _auto_tiles(model: nn.Module, policy: Policy, workload, loss: str) -> int:
+    if workload is None:
+        raise ValueError('tile_mlp="auto" plans for a workload: ckpt.apply(model, strategy, ckpt.Workload(...))')
+    from ckpt.choose_tiles import choose_tiles
+    from ckpt.simulate import Simulator
+
+    return choose_tiles(Simulator(model, workload.replace(tile_mlp=1)), policy, loss)
 
 
 def _tile(applied: Applied, model: nn.Module, layers: list[Layer], num_tiles: int) -> None:

@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig
 from ckpt import attention
 from ckpt.attention import bounds as make_bounds
 from ckpt.audit import Audit
+from ckpt.choose_tiles import choose_tiles
 from ckpt.engine.program import Program
 from ckpt.fake import FakeMode, fake_copy, naming_refusals, real_path
 from ckpt.fake_step import LayerMarks, traced_step
@@ -106,6 +107,8 @@ class Simulator:
         a forward that asks for the values of tensors, naming op and line.
         """
         settings = {"loss": loss or self.work.loss, "tile_mlp": tile_mlp or self.work.tile_mlp}
+        if settings["tile_mlp"] == "auto":
+            settings["tile_mlp"] = 1 if strategy is None else choose_tiles(self, strategy, settings["loss"])
         policy = None
         if strategy is not None:
             if self._as_it_is is not None:
