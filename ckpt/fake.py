@@ -11,7 +11,8 @@ abort the process, and on "meta" attention takes the math path, with T x T score
 
 What depends on versions (torch 2.11 to 2.13, transformers 5.23 and 5.24) and can go when they do it themselves:
 - transformers takes fake tensors for tracing and then builds T x T masks (`masking_utils.is_tracing`);
-- `aten._grouped_mm` has no fake kernel but for bf16, though the CPU kernel takes fp32.
+- `aten._grouped_mm` has no fake kernel but for bf16, though the CPU kernel takes fp32;
+- the dispatch cache of fake tensors resizes an empty storage that gets one more alias to what the shape says.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ aten = torch.ops.aten
 Value = bool | int | float
 Answer = Callable[[torch.Tensor], Value | None]
 
+_ALIASES = frozenset({aten.detach.default, aten.alias.default})
 _REFUSALS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -70,6 +72,12 @@ class FakeMode(FakeTensorMode):
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             with self:
                 return _grouped_mm(*args, **kwargs)
+        if func in _ALIASES and self.cache_enabled and _is_hollow(args[0]):
+            self.cache_enabled = False
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self.cache_enabled = True
         if func is aten._local_scalar_dense.default and self._answers:
             try:
                 return super().__torch_dispatch__(func, types, args, kwargs)
@@ -79,6 +87,11 @@ class FakeMode(FakeTensorMode):
                         return value
                 raise
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is larger than its storage, as the engine's placeholders are."""
+    return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 
 def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None):
