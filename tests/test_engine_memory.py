@@ -106,6 +106,7 @@ def test_fifty_steps_leave_nothing_alive(strategy, with_backward):
         return sum(issubclass(type(o), torch.Tensor) for o in objects), sum(type(o) is Frame for o in objects)
 
     gc.collect()
+    _, others = living()  # a failure elsewhere keeps its frames in a traceback
     gc.disable()
     try:
         for _ in range(3):
@@ -114,7 +115,7 @@ def test_fifty_steps_leave_nothing_alive(strategy, with_backward):
         for _ in range(47):
             one_step()
         assert living() == before
-        assert before[1] == 0
+        assert before[1] == others
     finally:
         gc.enable()
     if handle.store is not None:
