@@ -192,7 +192,7 @@ def compare(model: nn.Module, plain: Baseline, attach: Attach, *, tolerance: flo
 
 
 @torch.no_grad()
-def sensitivity(model: nn.Module, plain: Baseline, rounds: int = 3) -> list[dict[str, float]]:
+def sensitivity(model: nn.Module, plain: Baseline, rounds: int = 8) -> list[dict[str, float]]:
     """Return, of each step, how much the plain gradients change if every weight moves by one unit in the last place.
 
     The largest relative change over `rounds` random choices of sign. No order of summation can be expected to agree
