@@ -61,7 +61,8 @@ class Audit:
     def __str__(self) -> str:
         lines = [
             f"{self.policy}: {len(self.layers)} of {self.num_layers} layers checkpointed",
-            f"{'layer':>5} {'calls':>6} {'replays':>8} {'ops':>5} {'kept':>5} {'run again':>10} {'kept MiB':>9}  remarks",
+            f"{'layer':>5} {'calls':>6} {'replays':>8} {'ops':>5} {'kept':>5} {'run again':>10} {'kept MiB':>9}"
+            "  remarks",
         ]
         for layer in self.layers:
             remarks = [f"dynamic: {layer.dynamic_because}"] if layer.dynamic_because else []

@@ -1,4 +1,5 @@
-"""`Auto`: a budget in, the cheapest plan that fits out. The planning itself is in `ckpt/solver/`, imported when asked for.
+"""`Auto`: a budget in, the cheapest plan that fits out. The planning itself is in `ckpt/solver/`, imported when asked
+for.
 
 >>> plan = Auto(budget_gib=70).plan(model, work)        # doctest: +SKIP
 >>> handle = ckpt.apply(model, plan)                    # doctest: +SKIP
@@ -129,6 +130,6 @@ def infeasible(auto: Auto, frontier: Frontier, work: Workload) -> str:
         advice.append("tile the MLP (tile_mlp=8)")
     advice.append("offload (+strategy=offload) or hold fewer inputs (+strategy=segments)")
     return (
-        f"budget of {auto.budget_bytes() / GIB:.3g} GiB is below the smallest plan, {smallest.peak_bytes / GIB:.4g} GiB "
-        f"({smallest.label}, loss {work.loss}, MLP in {work.tile_mlp} tiles). To fit: {'; '.join(advice)}."
+        f"budget of {auto.budget_bytes() / GIB:.3g} GiB is below the smallest plan, {smallest.peak_bytes / GIB:.4g} "
+        f"GiB ({smallest.label}, loss {work.loss}, MLP in {work.tile_mlp} tiles). To fit: {'; '.join(advice)}."
     )

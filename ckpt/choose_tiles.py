@@ -16,7 +16,8 @@ WORTH = 0.02
 
 
 def choose_tiles(simulator: Simulator, strategy: Any, loss: str | None = None) -> int:
-    """Return the number of tiles, a power of 2, beyond which the predicted peak falls no more; 1 if no MLP can be tiled."""
+    """Return the number of tiles, a power of 2, beyond which the predicted peak falls no more; 1 if no MLP can be
+    tiled."""
     best, peak = 1, simulator.run(strategy, loss=loss, tile_mlp=1).peak_bytes
     tiles = 2
     while tiles <= min(MOST_TILES, simulator.work.seq_len):

@@ -27,9 +27,10 @@ in_backward = torch._C._current_graph_task_id
 class OpCost(NamedTuple):
     """One op call, or several alike.
 
-    weight: how many. position: changes of memory logged when its results were. op: canonical name. dtype: of its first floating-point tensor.
-    is_attention: a fused attention kernel, forward or backward. is_replay: run again in backward, for gradients alone.
-    shapes: of its tensor arguments, where a device's kernel may need scratch that depends on them (attention).
+    weight: how many. position: changes of memory logged when its results were. op: canonical name. dtype: of its first
+    floating-point tensor. is_attention: a fused attention kernel, forward or backward. is_replay: run again in
+    backward, for gradients alone. shapes: of its tensor arguments, where a device's kernel may need scratch that
+    depends on them (attention).
     """
 
     position: int
@@ -76,17 +77,23 @@ class CostMode(TorchDispatchMode):
             given = flat_tensors(args)
             floating = next((t.dtype for t in (*given, *flat_tensors(out)) if t.is_floating_point()), torch.float32)
             name = canonical_op(func)
-            attention = flops > 0 and attention_layout(func._schema.name) is not None if hasattr(func, "_schema") else False
+            attention = (
+                flops > 0 and attention_layout(func._schema.name) is not None if hasattr(func, "_schema") else False
+            )
             shapes = tuple(t.shape for t in given) if attention else ()
-            self.rows.append(OpCost(self._ledger.position, name, flops, num_bytes, floating, attention, is_replay, shapes, self._weight))
+            self.rows.append(
+                OpCost(
+                    self._ledger.position, name, flops, num_bytes, floating, attention, is_replay, shapes, self._weight
+                )
+            )
         return out
 
 
 def _is_forward(func) -> bool:
     """Whether an op that runs inside backward belongs to a layer that is run again.
 
-    The engine and torch.utils.checkpoint do that with gradients on, backward formulas run without. Custom ops always run
-    without: of these the name tells.
+    The engine and torch.utils.checkpoint do that with gradients on, backward formulas run without. Custom ops always
+    run without: of these the name tells.
     """
     if torch.is_grad_enabled():
         return True

@@ -5,8 +5,8 @@ ones. Knows no strategy and counts nothing. Fake tensors stand for the CPU's: on
 abort the process, and on "meta" attention takes the math path, with T x T scores.
 
     mode = FakeMode()
-    model = fake_copy(model, mode)                  # module, or config; parameters become fake, the original is left alone
-    with mode, real_path(mode, one_document=True):
+    model = fake_copy(model, mode)                  # module, or config; parameters become fake, the original is left
+    alone with mode, real_path(mode, one_document=True):
         model(**batch).loss.backward()
 
 What depends on versions (torch 2.11 to 2.13, transformers 5.23 and 5.24) and can go when they do it themselves:
@@ -61,11 +61,19 @@ class FakeMode(FakeTensorMode):
     @contextmanager
     def answering(self, answer: Answer) -> Iterator[None]:
         """Answer reads of a tensor's value inside the block."""
-        self._answers.append(answer)
+        self.push(answer)
         try:
             yield
         finally:
-            self._answers.remove(answer)
+            self.pop(answer)
+
+    def push(self, answer: Answer) -> None:
+        """Answer from now on, until `pop`."""
+        self._answers.append(answer)
+
+    def pop(self, answer: Answer) -> None:
+        """End what `push` began."""
+        self._answers.remove(answer)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -113,8 +121,8 @@ def fake_copy(model: nn.Module | PreTrainedConfig, mode: FakeMode) -> nn.Module:
     Tied parameters stay tied, hooks and patches of instances are copied as `copy.deepcopy` does; the original is not
     touched. Gradients are not copied.
 
-    Raises ValueError for a config that is no causal LM's or cannot be built, and for parameters that are no plain tensors
-    (quantised, sharded).
+    Raises ValueError for a config that is no causal LM's or cannot be built, and for parameters that are no plain
+    tensors (quantised, sharded).
     """
     if isinstance(model, PreTrainedConfig):
         model = on_meta(model)
@@ -159,8 +167,8 @@ def _fake(name: str, tensor: torch.Tensor) -> torch.Tensor:
     )
     if not plain or tensor.layout is not torch.strided or hasattr(tensor, "quant_state"):
         raise ValueError(
-            f"{name} is a {type(tensor).__name__}, whose memory cannot be predicted. Give the model with plain tensors: "
-            "before it is quantised or sharded, or its config."
+            f"{name} is a {type(tensor).__name__}, whose memory cannot be predicted. Give the model with plain "
+            "tensors: before it is quantised or sharded, or its config."
         )
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
@@ -203,7 +211,8 @@ def real_path(mode: FakeMode, one_document: bool) -> Iterator[None]:
 
 @contextmanager
 def naming_refusals() -> Iterator[None]:
-    """Turn what fake tensors cannot do into a ValueError that names the op and the line of the model that asked for it."""
+    """Turn what fake tensors cannot do into a ValueError that names the op and the line of the model that asked for
+    it."""
     try:
         yield
     except _REFUSALS as error:

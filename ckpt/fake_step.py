@@ -1,7 +1,7 @@
 """One optimizer step, and the same step traced: by the ledger, with the cost of every op and the place of every layer.
 
-Owns the order of a step and what is noted of it. The step is the training loop's (batch, loss, backward, update, gradients
-dropped), on real tensors as on fake ones; knows no strategy.
+Owns the order of a step and what is noted of it. The step is the training loop's (batch, loss, backward, update,
+gradients dropped), on real tensors as on fake ones; knows no strategy.
 
     train_step(model, batches, optimizer, precision)
     trace = traced_step(model, batches, optimizer, precision, marks)

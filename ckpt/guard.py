@@ -139,9 +139,9 @@ def refuse_without_seam(kind: type) -> None:
     code = getattr(forward, "__code__", None)
     if code is None or code.co_name != "forward_with_checkpointing":
         raise ValueError(
-            f"{kind.__name__}.forward was replaced ({forward.__module__}.{forward.__qualname__}), so it no longer calls "
-            "the checkpointing function and nothing would be recomputed. Patch instances instead of the class, or apply "
-            "that patch before Transformers builds the class."
+            f"{kind.__name__}.forward was replaced ({forward.__module__}.{forward.__qualname__}), so it no longer "
+            "calls the checkpointing function and nothing would be recomputed. Patch instances instead of the class, "
+            "or apply that patch before Transformers builds the class."
         )
 
 

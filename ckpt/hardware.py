@@ -1,7 +1,7 @@
 """Devices: how much memory, how fast, and what their kernels allocate that a CPU's do not.
 
-Owns the table, the calibration of the machine at hand, the roofline and the list of device-only allocations, each with its
-source. Knows op costs (`ckpt/costs.py`) and no model.
+Owns the table, the calibration of the machine at hand, the roofline and the list of device-only allocations, each with
+its source. Knows op costs (`ckpt/costs.py`) and no model.
 
     device = find("h100")                        # ValueError for a name that is not in the table
     device.seconds(rows)                         # an estimate
@@ -36,9 +36,10 @@ _LAUNCH_SECONDS = 5e-6
 class Device:
     """One device.
 
-    memory_bytes: what torch reports as total. flops: dense peak FLOP/s by dtype. bandwidth, link_bandwidth: bytes/s of its
-    memory, and between it and the host. matmul_share, attention_share, bandwidth_share: parts of the peaks that real
-    kernels reach. op_seconds: least time of one op. cublas_bytes: workspace of one cuBLAS handle; None: no CUDA device.
+    memory_bytes: what torch reports as total. flops: dense peak FLOP/s by dtype. bandwidth, link_bandwidth: bytes/s of
+    its memory, and between it and the host. matmul_share, attention_share, bandwidth_share: parts of the peaks that
+    real kernels reach. op_seconds: least time of one op. cublas_bytes: workspace of one cuBLAS handle; None: no CUDA
+    device.
     """
 
     name: str
@@ -82,9 +83,9 @@ class Device:
     def scratch_bytes(self, row: OpCost) -> int:
         """Bytes that one op's kernel allocates and frees beside its results.
 
-        FlashAttention-2's backward (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd): the query
-        gradient in fp32 over padded lengths, one fp32 a row, and with grouped queries the key and value gradients of every
-        query head.
+        FlashAttention-2's backward (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd): the
+        query gradient in fp32 over padded lengths, one fp32 a row, and with grouped queries the key and value
+        gradients of every query head.
         """
         if not (self.is_cuda and row.is_attention and "backward" in row.op and len(row.shapes) >= 4):
             return 0
@@ -112,8 +113,8 @@ def _cuda(name: str, gib: float, bf16: float, fp32: float, bandwidth: float, lin
     return Device(name, int(gib * GIB), flops, bandwidth * 1e9, link * 1e9, cublas_bytes=cublas, **more)
 
 
-# FLOP/s and bandwidth: NVIDIA's data sheets, dense. Memory: the total in torch's out-of-memory messages, the least seen.
-# Attention: FlashAttention-2, which torch's SDPA runs, reaches 50 to 73% of an A100 and 335 TFLOP/s of an H100
+# FLOP/s and bandwidth: NVIDIA's data sheets, dense. Memory: the total in torch's out-of-memory messages, the least
+# seen. Attention: FlashAttention-2, which torch's SDPA runs, reaches 50 to 73% of an A100 and 335 TFLOP/s of an H100
 # (arXiv:2307.08691, sec. 4.1); the other shares are assumed alike.
 _HOPPER = {"attention_share": 0.34, "is_new": True}
 DEVICES: dict[str, Callable[[], Device]] = {
@@ -182,8 +183,12 @@ def measure_device(device: torch.device | str, dtype: torch.dtype) -> Device:
         q = torch.randn(1, 8, tokens, 64, device=device).to(dtype)
         source, target = (torch.empty(2**26 if device.type == "cuda" else 2**24, device=device) for _ in range(2))
         matmul = 2 * size**3 / _best_of(lambda: a @ b, device)
-        attention = 2 * 8 * tokens**2 * 64 / _best_of(
-            lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), device
+        attention = (
+            2
+            * 8
+            * tokens**2
+            * 64
+            / _best_of(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), device)
         )
         bandwidth = 2 * source.numel() * 4 / _best_of(lambda: target.copy_(source), device)
         tiny = torch.zeros(1, device=device)

@@ -1,8 +1,8 @@
 """Find the decoder layers of a causal LM, in the order they are numbered.
 
-A decoder layer is what transformers checkpoints: an instance of `GradientCheckpointingLayer` inside the language decoder.
-Vision and audio towers are left alone. A few old architectures have layers of a plain class; they are found as the longest
-`ModuleList` whose items are of one class and own parameters.
+A decoder layer is what transformers checkpoints: an instance of `GradientCheckpointingLayer` inside the language
+decoder. Vision and audio towers are left alone. A few old architectures have layers of a plain class; they are found
+as the longest `ModuleList` whose items are of one class and own parameters.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _OTHER_TOWERS = ("vision", "visual", "audio", "image", "speech", "vqmodel", "cod
 
 @dataclass(frozen=True, slots=True)
 class Layer:
+    """One decoder layer. name: within the model that was given."""
+
     index: int
     name: str
     module: nn.Module
@@ -61,8 +63,8 @@ def find_layers(model: nn.Module) -> list[Layer]:
     modules = _native_layers(inner) or _plain_layers(inner)
     if not modules:
         raise ValueError(
-            f"{type(inner).__name__} has no decoder layers that could be checkpointed: no GradientCheckpointingLayer and no "
-            "ModuleList of equal layers was found. Give a causal LM of Hugging Face Transformers."
+            f"{type(inner).__name__} has no decoder layers that could be checkpointed: no GradientCheckpointingLayer and "
+            "no ModuleList of equal layers. Give a causal LM of Hugging Face Transformers."
         )
     return [
         Layer(i, names.get(id(m), f"layer {i}"), m, isinstance(m, GradientCheckpointingLayer))
@@ -109,4 +111,5 @@ def _is_layer_like(modules: list[nn.Module]) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the first parameter, the CPU if there is none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))

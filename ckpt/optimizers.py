@@ -1,7 +1,8 @@
 """The optimizers that a prediction knows by name, as objects whose step runs on fake tensors.
 
 Owns names and state sizes. AdamW, Adafactor and SGD are torch's own, in the form that allocates least: fused, or one
-parameter at a time. 8-bit AdamW is a stand-in: its state has the sizes that bitsandbytes gives it, its step changes nothing.
+parameter at a time. 8-bit AdamW is a stand-in: its state has the sizes that bitsandbytes gives it, its step changes
+nothing.
 
     optimizer = make_optimizer("adamw", model.parameters())
 """
@@ -28,7 +29,9 @@ def make_optimizer(name: str | Factory, parameters: Iterable[nn.Parameter]) -> t
     if callable(name):
         made = name(parameters)
         if not isinstance(made, torch.optim.Optimizer):
-            raise ValueError(f"workload: optimizer returned a {type(made).__name__}; it must return a torch.optim.Optimizer")
+            raise ValueError(
+                f"workload: optimizer returned a {type(made).__name__}; it must return a torch.optim.Optimizer"
+            )
         return made
     if name == "adamw":
         return torch.optim.AdamW(parameters, fused=True)
@@ -40,7 +43,8 @@ def make_optimizer(name: str | Factory, parameters: Iterable[nn.Parameter]) -> t
 
 
 class AdamW8bitSizes(torch.optim.Optimizer):
-    """The memory of bitsandbytes' AdamW8bit: two bytes a weight and two fp32 a block of 256; its arithmetic is left out."""
+    """The memory of bitsandbytes' AdamW8bit: two bytes a weight and two fp32 a block of 256; its arithmetic is left
+    out."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
         super().__init__(parameters, {})

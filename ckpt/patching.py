@@ -87,7 +87,13 @@ class Applied:
 
 
 def apply(
-    model: nn.Module, strategy, workload=None, *, loss: str = "full", tile_mlp: int | str = 1, dynamic: tuple[str, ...] = ()
+    model: nn.Module,
+    strategy,
+    workload=None,
+    *,
+    loss: str = "full",
+    tile_mlp: int | str = 1,
+    dynamic: tuple[str, ...] = (),
 ) -> Applied:
     """Put a strategy in force on `model`.
 
@@ -96,7 +102,8 @@ def apply(
         strategy: a strategy, its name ("full"), a Policy or a Plan.
         workload: what `Auto` plans for; other strategies need none.
         loss: "full", or "chunked": `model(..., labels=...)` computes its loss without materialising logits.
-        tile_mlp: tiles of the token-wise part of a layer; 1 is none. "auto" takes the fewest that no longer set the peak
+        tile_mlp: tiles of the token-wise part of a layer; 1 is none. "auto" takes the fewest that no longer set the
+        peak
             predicted for the workload.
         dynamic: patterns of layer names that are recorded at every call, for layers whose path depends on something
             that the engine cannot see.

@@ -1,16 +1,16 @@
 """The number formats of training: `dtype=fp32`, `bf16` (fp32 master weights, bf16 compute) and `bf16_pure`.
 
-Owns the cast of a model's parameters and, for `bf16`, the fp32 copy that the optimizer updates. Knows no strategy and no
-data. Bytes a trainable parameter, gradients standing, AdamW included:
+Owns the cast of a model's parameters and, for `bf16`, the fp32 copy that the optimizer updates. Knows no strategy and
+no data. Bytes a trainable parameter, gradients standing, AdamW included:
 
     dtype       parameter  master  gradient  AdamW  sum
     fp32             4        -        4       8     16
     bf16             2        4        4       8     18     and one bf16 gradient at a time, during backward
     bf16_pure        2        -        2       4      8
 
-`bf16` uses no autocast. Autocast keeps the residual stream in fp32 and with it every kept layer input, which doubles what
-activation checkpointing keeps; here parameters *are* bf16, so activations are too. What autocast protects is kept another
-way: gradients of the micro-batches are summed in fp32, and the update reads and writes fp32.
+`bf16` uses no autocast. Autocast keeps the residual stream in fp32 and with it every kept layer input, which doubles
+what activation checkpointing keeps; here parameters *are* bf16, so activations are too. What autocast protects is kept
+another way: gradients of the micro-batches are summed in fp32, and the update reads and writes fp32.
 
     precision = prepare(model, "bf16")
     optimizer = AdamW(parameter for _, parameter in precision.named_parameters())
@@ -37,8 +37,10 @@ class Precision:
     def __init__(self, model: nn.Module, masters: dict[str, nn.Parameter]):
         self.masters = masters
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._hooks = [self._trained[name].register_post_accumulate_grad_hook(_move_gradient_to(master))
-                       for name, master in masters.items()]
+        self._hooks = [
+            self._trained[name].register_post_accumulate_grad_hook(_move_gradient_to(master))
+            for name, master in masters.items()
+        ]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name in the model, what the optimizer updates), tied weights once, frozen ones never."""
@@ -68,9 +70,9 @@ class Precision:
 def prepare(model: nn.Module, dtype: str) -> Precision:
     """Cast the parameters of `model` in place and return what its optimizer must update.
 
-    Buffers keep their dtype (rotary frequencies lose positions in bf16), and so do the parameters that the model's class
-    lists in `_keep_in_fp32_modules_strict` (router gates and biases of MoE families). Masters are made from the weights as
-    they are before the cast: weights loaded in fp32 keep every bit. Tied weights stay tied.
+    Buffers keep their dtype (rotary frequencies lose positions in bf16), and so do the parameters that the model's
+    class lists in `_keep_in_fp32_modules_strict` (router gates and biases of MoE families). Masters are made from the
+    weights as they are before the cast: weights loaded in fp32 keep every bit. Tied weights stay tied.
 
     Raises ValueError for an unknown dtype.
     """

@@ -22,7 +22,7 @@ from ckpt import hardware as devices
 from ckpt.engine.program import Program
 from ckpt.hardware import Device
 from ckpt.simulate import Simulated, Simulator
-from ckpt.timeline import BACKWARD, PHASES, RESIDENTS, WORKSPACE, Timeline
+from ckpt.timeline import PHASES, RESIDENTS, WORKSPACE, Timeline
 from ckpt.trace import Mark, Trace
 from ckpt.workload import Workload
 
@@ -41,11 +41,11 @@ class OpTotal(NamedTuple):
 class Prediction:
     """What one optimizer step on one rank is predicted to take.
 
-    peak_bytes: most bytes alive at once, over the first step (which records layers) and the later ones. residents: their
-    shares, in the order of RESIDENTS. timeline: the step that peaks, of at most two micro-batches. peak_phase: forward,
-    backward or optimizer. step_flops: all FLOPs of a step, those run again included; recompute_flops: these. step_seconds:
-    an estimate, None without hardware. host_bytes: most bytes offloaded at once. device_bytes: what the hardware has for
-    the step. device_only_bytes: share of the peak that only that device's kernels and allocator take.
+    peak_bytes: most bytes alive at once, over the first step (which records layers) and the later ones. residents:
+    their shares, in the order of RESIDENTS. timeline: the step that peaks, of at most two micro-batches. peak_phase:
+    forward, backward or optimizer. step_flops: all FLOPs of a step, those run again included; recompute_flops: these.
+    step_seconds: an estimate, None without hardware. host_bytes: most bytes offloaded at once. device_bytes: what the
+    hardware has for the step. device_only_bytes: share of the peak that only that device's kernels and allocator take.
     """
 
     peak_bytes: int
@@ -92,9 +92,9 @@ class Prediction:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON; the timeline is left out."""
         names = (
-            "strategy", "peak_bytes", "residents", "peak_phase", "fits", "margin_bytes", "device_bytes", "device_only_bytes",
-            "host_bytes", "first_step_peak_bytes", "step_flops", "recompute_flops", "recompute_share", "step_seconds",
-            "tokens_per_second", "hardware", "num_layers", "num_layers_run",
+            "strategy", "peak_bytes", "residents", "peak_phase", "fits", "margin_bytes", "device_bytes",
+            "device_only_bytes", "host_bytes", "first_step_peak_bytes", "step_flops", "recompute_flops",
+            "recompute_share", "step_seconds", "tokens_per_second", "hardware", "num_layers", "num_layers_run",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         return values | {"workload": self.workload.to_dict(), "assumptions": list(self.assumptions)}
@@ -116,8 +116,8 @@ def predict(
             workload.
         strategy: anything that `ckpt.apply` takes; None: the model as it is, its own checkpointing and loss included.
         work: shapes, dtype, optimizer, loss.
-        hardware: a name in `ckpt.hardware.DEVICES`, "measure", or a Device; None: bytes that a CPU would hold, no times.
-        inputs: keyword arguments of the forward, for models that need others than tokens and labels.
+        hardware: a name in `ckpt.hardware.DEVICES`, "measure", or a Device; None: bytes that a CPU would hold, no
+        times. inputs: keyword arguments of the forward, for models that need others than tokens and labels.
         workspaces: count what only a CUDA device allocates: kernel workspaces and the allocator's rounding.
 
     Raises:
@@ -127,7 +127,9 @@ def predict(
     device = None if hardware is None else as_device(hardware, work.dtype if work else None)
     if isinstance(model, Simulator):
         if work is not None and work != model.work:
-            raise ValueError("predict got a Simulator and another workload than its own; make a Simulator for that workload")
+            raise ValueError(
+                "predict got a Simulator and another workload than its own; make a Simulator for that workload"
+            )
         simulator = model
     else:
         simulator = Simulator(model, work or Workload(), inputs=inputs)

@@ -30,8 +30,8 @@ _NOT_A_DIFFERENCE = frozenset({"layer_idx", "layer_index", "block_idx", "trainin
 
 @dataclass(frozen=True)
 class Chosen:
-    """kept: numbers of the layers that are traced. repeats: in terms of the traced ones. sources: for every layer of the
-    model, which traced one stands for it."""
+    """kept: numbers of the layers that are traced. repeats: in terms of the traced ones. sources: for every layer of
+    the model, which traced one stands for it."""
 
     kept: tuple[int, ...]
     repeats: tuple[Repeat, ...]
@@ -59,7 +59,16 @@ def policy_keys(policy: Policy, num_layers: int) -> list[Hashable] | None:
         place = (i - members[0], len(members)) if members else None
         decisions = frozenset(policy.layers[i].decisions.items()) if isinstance(policy, Plan) else None
         is_last = i == num_layers - 1  # offloading leaves the last layer's on the device
-        keys.append((rule.replay, rule.inner, rule.offload_input, place, decisions, is_last and getattr(policy, "offload", None) is not None))
+        keys.append(
+            (
+                rule.replay,
+                rule.inner,
+                rule.offload_input,
+                place,
+                decisions,
+                is_last and getattr(policy, "offload", None) is not None,
+            )
+        )
     return keys
 
 

@@ -1,7 +1,7 @@
 """Run real training steps on fake tensors: the model, the engine and the optimizer as they are, without the memory.
 
-Owns the fake model and which of its layers are run; what comes out are `Trace`s. `predict` (`ckpt/predict.py`) reads them,
-the solver runs many.
+Owns the fake model and which of its layers are run; what comes out are `Trace`s. `predict` (`ckpt/predict.py`) reads
+them, the solver runs many.
 
     simulator = Simulator(model_or_config, Workload(batch_size=1, seq_len=8192))    # once: builds the fake model
     ran = simulator.run("full")                 # a strategy, its name, a Policy, a Plan, or None: the model as it is
@@ -48,8 +48,9 @@ from ckpt.workload import Workload
 class Simulated:
     """Two optimizer steps under one policy.
 
-    first: the step that records. steady: every later one. programs: by layer, what replays it (layers that are not replayed
-    have none). audit: of the layers that were run, by their place among these. num_layers_run: how many those were.
+    first: the step that records. steady: every later one. programs: by layer, what replays it (layers that are not
+    replayed have none). audit: of the layers that were run, by their place among these. num_layers_run: how many those
+    were.
     """
 
     first: Trace
@@ -69,8 +70,8 @@ class Simulated:
 class Simulator:
     """A fake model and its workload, ready to run steps under any policy.
 
-    model: a module (left as it is), a Transformers config, or a module on meta. inputs: keyword arguments of the forward,
-    for models that need others than tokens and labels; tensors of any device. reduce: run equal layers once.
+    model: a module (left as it is), a Transformers config, or a module on meta. inputs: keyword arguments of the
+    forward, for models that need others than tokens and labels; tensors of any device. reduce: run equal layers once.
 
     Raises ValueError for a model that cannot be built or made fake, and for a family that packing is refused for.
     """
@@ -91,7 +92,9 @@ class Simulator:
             attention.prepare(self.model, "isolate")
         with self.mode:
             # Without an optimizer nothing reads master weights, so there are none.
-            self.precision = prepare(self.model, "bf16_pure" if work.dtype == "bf16" and not work.optimizer else work.dtype)
+            self.precision = prepare(
+                self.model, "bf16_pure" if work.dtype == "bf16" and not work.optimizer else work.dtype
+            )
             self._batches = [_fake_batch(work, inputs) for _ in range(work.grad_accum)]
         self.layers = find_layers(self.model)
         self._holder = _holder_of(self.model, [layer.module for layer in self.layers])
@@ -103,8 +106,8 @@ class Simulator:
     def run(self, strategy: Any, *, loss: str | None = None, tile_mlp: int | str | None = None) -> Simulated:
         """Make two optimizer steps under a strategy (anything that `ckpt.apply` takes), or None: the model as it is.
 
-        loss, tile_mlp: in place of the workload's. Raises ValueError for a strategy that does not fit the model, and for
-        a forward that asks for the values of tensors, naming op and line.
+        loss, tile_mlp: in place of the workload's. Raises ValueError for a strategy that does not fit the model, and
+        for a forward that asks for the values of tensors, naming op and line.
         """
         settings = {"loss": loss or self.work.loss, "tile_mlp": tile_mlp or self.work.tile_mlp}
         if settings["tile_mlp"] == "auto":
@@ -126,7 +129,8 @@ class Simulator:
                 return ran
         return self._run(policy, settings, None)
 
-    # -- which layers -----------------------------------------------------------------------------------------------------
+    # -- which layers
+    # -----------------------------------------------------------------------------------------------------
 
     def _choose(self, policy: Policy | None) -> Chosen | None:
         if self._structure is None:
@@ -147,7 +151,8 @@ class Simulator:
             modules.clear()
             modules |= everything
 
-    # -- one run ----------------------------------------------------------------------------------------------------------
+    # -- one run
+    # ----------------------------------------------------------------------------------------------------------
 
     def _run(self, policy: Policy | None, settings: dict[str, Any], chosen: Chosen | None) -> Simulated | None:
         kept = range(len(self.layers)) if chosen is None else chosen.kept
@@ -172,7 +177,9 @@ class Simulator:
             audit = None if handle is None else handle.audit()
             latest = {} if handle is None else {region.index: region.latest for region in handle.regions}
         # The regions of a patch that the model came with know their layers by the numbers of the whole model.
-        number = {place: index for index, place in places.items()} if policy is None else dict(enumerate(range(len(kept))))
+        number = (
+            {place: index for index, place in places.items()} if policy is None else dict(enumerate(range(len(kept))))
+        )
         sources = range(len(self.layers)) if chosen is None else chosen.sources
         programs = {index: latest.get(number[place]) for index, place in enumerate(sources)}
         return Simulated(
@@ -189,7 +196,9 @@ class Simulator:
             return None
         held = set(map(id, self.model.parameters()))  # those of the layers that take part
         names = {name for name, p in self.precision._trained.items() if id(p) in held}
-        return make_optimizer(self.work.optimizer, [p for name, p in self.precision.named_parameters() if name in names])
+        return make_optimizer(
+            self.work.optimizer, [p for name, p in self.precision.named_parameters() if name in names]
+        )
 
     def _step(self, optimizer: Any, places: Mapping[int, int], chosen: Chosen | None) -> Trace | None:
         missing = np.zeros(5, dtype=np.int64)
@@ -220,7 +229,9 @@ class Simulator:
             if trained.grad is not None:
                 held[GRADIENTS] += trained.grad.numel() * trained.grad.element_size()
             state = {} if optimizer is None else optimizer.state.get(trained, {})
-            held[OPTIMIZER_STATE] += sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor))
+            held[OPTIMIZER_STATE] += sum(
+                t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor)
+            )
         return held
 
 
@@ -247,6 +258,10 @@ class _Reduced:
         )
 
 
+def _one(tensor: torch.Tensor) -> float:
+    return 1.0
+
+
 def _holder_of(model: nn.Module, layers: list[nn.Module]) -> nn.ModuleList | None:
     """Return the list whose items are the layers, in order; None if they stand otherwise."""
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
@@ -263,7 +278,9 @@ def _fake_batch(work: Workload, inputs: Mapping[str, Any] | None) -> dict[str, A
     """Make one micro-batch, by the keys of the training data (`recipes/data`)."""
     if inputs is not None:
         return tree_map(
-            lambda v: torch.empty_like(v, device="cpu").requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v,
+            lambda v: (
+                torch.empty_like(v, device="cpu").requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v
+            ),
             dict(inputs),
         )
     shape = (work.batch_size, work.seq_len)
@@ -271,6 +288,10 @@ def _fake_batch(work: Workload, inputs: Mapping[str, Any] | None) -> dict[str, A
     if work.packing == "isolate":
         slots = make_bounds.num_slots(*shape, documents=work.batch_size)
         bounds = torch.zeros(slots, dtype=torch.int32)
-        batch |= {"position_ids": torch.zeros(shape, dtype=torch.long), "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        batch |= {
+            "position_ids": torch.zeros(shape, dtype=torch.long),
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+        }
         batch |= {"max_length_q": work.seq_len, "max_length_k": work.seq_len}
     return batch

@@ -114,7 +114,9 @@ class Selective:
             raise ValueError(f"selective: keep={self.keep!r} is empty; give e.g. attention, attention+matmul, by_price")
         price = self.min_flops_per_byte
         if ("by_price" in parts) != (price is not None):
-            raise ValueError("selective: by_price and min_flops_per_byte go together: keep=by_price min_flops_per_byte=1000")
+            raise ValueError(
+                "selective: by_price and min_flops_per_byte go together: keep=by_price min_flops_per_byte=1000"
+            )
         if price is not None and not (isinstance(price, (int, float)) and math.isfinite(price) and price >= 0):
             raise ValueError(f"selective: min_flops_per_byte={price!r} must be a finite number, 0 or more")
 
@@ -205,7 +207,8 @@ class KeepPolicy:
     def _matches(self, part: str, op: Op) -> bool:
         name = op.key.op
         if part == "attention":
-            # Without a fused kernel, probabilities @ values stands for attention: the scores are T x T and not worth keeping.
+            # Without a fused kernel, probabilities @ values stands for attention: the scores are T x T and not worth
+            # keeping.
             return name == ATTENTION or (
                 name in ("bmm", "baddbmm") and bool(_ATTENTION_PATH.search(op.key.path)) and not is_quadratic(op)
             )

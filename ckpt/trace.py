@@ -1,7 +1,7 @@
 """One simulated step as arrays: the change of memory at every event, the cost of every op, and where each layer begins.
 
-Owns the arithmetic on steps: what it means to repeat identical layers, peaks, sums. Knows numbers only, no module and no
-strategy.
+Owns the arithmetic on steps: what it means to repeat identical layers, peaks, sums. Knows numbers only, no module and
+no strategy.
 
     deep = trace.repeat([Repeat(first=2, period=1, copies=28)], ...)      # the third of four equal layers stands for 29
     deep.bytes.sum(axis=1).max()
@@ -110,7 +110,7 @@ class Trace:
         deltas, host, phase, rows, marks = [], [], [], [], []
         shift = 0
         for piece in _pieces(sorted(spans), len(self.phase), len(self.rows)):
-            for copy in range(piece.copies + 1):
+            for _ in range(piece.copies + 1):
                 inside, ops = slice(piece.position, piece.end), slice(piece.row, piece.end_row)
                 deltas.append(self.deltas[inside])
                 host.append(self.host[inside])
@@ -147,7 +147,10 @@ class Trace:
             return None
         first, period = repeat.first, repeat.period
         try:
-            ahead = _between(forward[first - period], forward[first]), _between(backward[first - 1], backward[first - period - 1])
+            ahead = (
+                _between(forward[first - period], forward[first]),
+                _between(backward[first - 1], backward[first - period - 1]),
+            )
             here = (
                 _between(forward[first], forward[first + period]),
                 _between(backward[first + period - 1], backward[first - 1]),

@@ -4,8 +4,8 @@
         python scripts/bench_engine.py [--repeats 9] [--case selective|full|keep_all|all]
 
 Times are CPU seconds of the one thread, which other work on the machine disturbs least. Each round times every variant
-once, in an order that rotates; a ratio is taken within a round, and the median and the interquartile range of the ratios
-are printed.
+once, in an order that rotates; a ratio is taken within a round, and the median and the interquartile range of the
+ratios are printed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MALLOC = {
 if any(os.environ.get(key) != value for key, value in _MALLOC.items()):  # glibc reads them at start only
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **_MALLOC, "OMP_NUM_THREADS": "1"})
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-import ckpt
+import ckpt  # noqa: E402
 
 CASES = {
     # name: (tokens, variants, baseline of each ratio)
@@ -65,7 +65,7 @@ def seconds(model, batch, variant: str) -> float:
         model.activation_checkpointing_enable()
     elif variant != "none":
         handle = ckpt.apply(model, STRATEGIES[variant])
-    for timed in (False, True):
+    for _ in range(2):
         model.zero_grad()
         start = time.process_time()
         model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
@@ -78,6 +78,7 @@ def seconds(model, batch, variant: str) -> float:
 
 
 def main() -> None:
+    """Print one line a variant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--case", default="all", choices=["all", *CASES])

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python scripts/compare_strategies.py [--tokens 4096] [--rounds 3] [--loss chunked]
 
-Bytes and FLOPs are exact and repeat; times are CPU seconds of one thread, medians of ratios taken within a round, and every
-strategy's first, recorded step is left out. The README's table comes from here.
+Bytes and FLOPs are exact and repeat; times are CPU seconds of one thread, medians of ratios taken within a round, and
+every strategy's first, recorded step is left out. The README's table comes from here.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ def prepare(model, strategy, tiles: int, loss: str):
 
 
 def step(model, ids) -> None:
+    """Forward and backward."""
     model.zero_grad(set_to_none=True)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3, help="0: bytes and FLOPs alone")

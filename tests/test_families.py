@@ -15,7 +15,8 @@ NO_ATTENTION = {"mamba2", "rwkv", "recurrent_gemma"}
 """No attention op to keep: a keep-list that matches nothing is an error. (Four layers of recurrent_gemma are recurrent,
 recurrent, attention, recurrent, and with dropout that attention is no fused kernel.)"""
 NOT_TILED = {"bert", "bloom", "dbrx", "dory", "gpt_oss", "mamba2", "mixtral", "qwen3_next", "rwkv", "zamba2"}
-"""No layer has an MLP whose tokens could be run apart: mixtures of experts, recurrent layers, work between the modules."""
+"""No layer has an MLP whose tokens could be run apart: mixtures of experts, recurrent layers, work between the
+modules."""
 
 
 @functools.cache
@@ -26,8 +27,8 @@ def plain(name: str, dropout: float):
     return model, exactness.baseline(model, [zoo.batch(model, 16), zoo.batch(model, 13, seed=1)])
 
 
-# Without dropout attention takes the fused kernel where there is one, which matters to what is kept. An MLP with dropout
-# is not tiled: its masks would be drawn tile by tile.
+# Without dropout attention takes the fused kernel where there is one, which matters to what is kept. An MLP with
+# dropout is not tiled: its masks would be drawn tile by tile.
 CELLS = [(strategy, 0.0 if strategy == "tiled" else 0.1) for strategy in STRATEGIES] + [("attention", 0.0)]
 
 

@@ -201,6 +201,18 @@ def mixing_head(model):
     return model
 
 
+def test_a_loss_function_of_ones_own_is_called_with_what_the_model_gives_it():
+    model, inputs = tiny_llama(), batch()
+    model.loss_function = lambda logits, labels, vocab_size: (
+        3 * nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+    )
+    _, full = step(model, inputs)
+    attached = attach_chunked_loss(model, chunk_tokens=7)
+    _, chunked = step(model, inputs)
+    assert attached.report()["mode"] == "chunked"
+    assert largest_error(chunked, full) <= 1e-6
+
+
 def sorting_model(model):
     loss_function = model.loss_function
     model.loss_function = lambda logits, labels, **kwargs: loss_function(logits.sort(-1).values, labels, **kwargs)

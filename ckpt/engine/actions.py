@@ -91,9 +91,9 @@ def run_on_copies(func, args, kwargs, written: list[torch.Tensor]):
 
 
 def placeholder(meta: TensorMeta) -> torch.Tensor:
-    """Make a tensor of true shape, strides and dtype over an empty storage. True strides matter: SDPA chooses its kernel
-    by them. It is made once and handed out as aliases. Nothing is allocated: `_reshape_alias` does not look at sizes; a fake
-    one, whose fake kernel does, is made where no ledger sees it."""
+    """Make a tensor of true shape, strides and dtype over an empty storage. True strides matter: SDPA chooses its
+    kernel by them. It is made once and handed out as aliases. Nothing is allocated: `_reshape_alias` does not look at
+    sizes; a fake one, whose fake kernel does, is made where no ledger sees it."""
     fake_mode = torch._guards.detect_fake_mode()
     if fake_mode is None:
         empty = torch.empty(0, dtype=meta.dtype, device=meta.device)

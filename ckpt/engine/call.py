@@ -79,8 +79,8 @@ class Call:
         for tensor, version in self._versions:
             if tensor._version != version:
                 raise RuntimeError(
-                    f"{name}: an argument of shape {tuple(tensor.shape)} was modified in place after the layer was called, "
-                    "so the layer cannot be replayed. Keep this layer's activations, or make the write out of place."
+                    f"{name}: an argument of shape {tuple(tensor.shape)} was modified in place after the layer was "
+                    "called, so the layer cannot be replayed. Keep this layer's activations, or write out of place."
                 )
 
     def _set(self, value) -> None:

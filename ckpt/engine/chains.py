@@ -1,7 +1,7 @@
 """Find the token-wise chain of each decoder layer by running the model on a few tokens.
 
-Seen while it runs: which child modules take one tensor and return one, whose output is whose input, and which ops read what
-lies in between. Checked by number too: a chain of tokens must give what it gives token by token.
+Seen while it runs: which child modules take one tensor and return one, whose output is whose input, and which ops read
+what lies in between. Checked by number too: a chain of tokens must give what it gives token by token.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def find_chains(model: nn.Module, layers: list[nn.Module]) -> tuple[list[Chain |
     probes = [_LayerProbe() for _ in layers]
     failure = _run_probe(model, layers, probes)
     chains, reasons = [], []
-    for layer, probe in zip(layers, probes, strict=True):
+    for probe in probes:
         chain, reason = (None, failure) if not probe.seen else _chain_of(probe)
         if chain is not None and not _is_token_wise(chain, probe):
             chain, reason = None, "its MLP mixes tokens"
@@ -146,7 +146,9 @@ def _chain_of(probe: _LayerProbe) -> tuple[Chain | None, str | None]:
         if sum(num_linear(s.module) for s in links) >= 2 and _size(links) > _size(best):
             best = links
     if not best:
-        return None, reasons[0] if reasons else "it has no dense MLP (a mixture of experts, or work between its modules)"
+        return None, reasons[
+            0
+        ] if reasons else "it has no dense MLP (a mixture of experts, or work between its modules)"
     return Chain([s.module for s in best], tuple(s.name for s in best)), None
 
 

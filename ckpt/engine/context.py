@@ -1,7 +1,8 @@
 """The caller's contexts: what a forward sees beside its arguments, and its replay must see again.
 
-Backward may be called anywhere: outside autocast, outside `sdpa_kernel`, after `eval()`, in another thread. A replay under
-other settings is silently different, so a frame captures them when the layer runs and restores them around its replay.
+Backward may be called anywhere: outside autocast, outside `sdpa_kernel`, after `eval()`, in another thread. A replay
+under other settings is silently different, so a frame captures them when the layer runs and restores them around its
+replay.
 
 The version-dependent names of torch stand here alone (torch 2.11 to 2.14).
 """

@@ -1,8 +1,9 @@
 """The key of an op: what a decision is attached to.
 
 An op call inside a decoder layer is named by the path of the module that runs it, the op's name, and its number within
-that module call. The key must survive another sequence length, LoRA, autocast, a sharded model, another attention kernel;
-so names are canonical: LoRA's `base_layer` is dropped from paths, and every fused attention kernel is called `attention`.
+that module call. The key must survive another sequence length, LoRA, autocast, a sharded model, another attention
+kernel; so names are canonical: LoRA's `base_layer` is dropped from paths, and every fused attention kernel is called
+`attention`.
 
 >>> OpKey.parse("self_attn.q_proj/mm#0")
 OpKey(path='self_attn.q_proj', op='mm', nth=0)

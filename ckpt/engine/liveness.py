@@ -36,9 +36,7 @@ class Analysis:
             else:
                 self.demoted[record.producer[s]] = reason
         # What is written in place is not sent away: its copy would be of some moment in between.
-        self.away = {
-            s for s in self.kept if chosen[record.producer[s]] is Decision.OFFLOAD and not self.writers.get(s)
-        }
+        self.away = {s for s in self.kept if chosen[record.producer[s]] is Decision.OFFLOAD and not self.writers.get(s)}
 
     def _not_feedable(self, record: Record, storage: int) -> str | None:
         if record.custom_functions:
@@ -67,8 +65,8 @@ class Analysis:
 
 @dataclass
 class Liveness:
-    """What a replay for some saved tensors does. runs: by op index. fed: by op index, the storages that stand in for it.
-    real: storages that have data."""
+    """What a replay for some saved tensors does. runs: by op index. fed: by op index, the storages that stand in for
+    it. real: storages that have data."""
 
     runs: dict[int, bool] = field(default_factory=dict)
     fed: dict[int, set[int]] = field(default_factory=dict)
@@ -122,9 +120,9 @@ def liveness(record: Record, analysis: Analysis, wanted: Iterable[int]) -> Liven
 def split_stages(record: Record, analysis: Analysis, dropped: list[int]) -> list[frozenset[int]]:
     """Split the dropped saved tensors into parts to be replayed apart, where that repeats no FLOPs.
 
-    Backward asks for the last part first; the earlier parts are not alive while it works. A cut lies where the layer goes
-    from one of its child modules to another. Without a kept tensor behind the attention, say, only the norm in front of
-    it can be made again for nothing; with one, attention and MLP part.
+    Backward asks for the last part first; the earlier parts are not alive while it works. A cut lies where the layer
+    goes from one of its child modules to another. Without a kept tensor behind the attention, say, only the norm in
+    front of it can be made again for nothing; with one, attention and MLP part.
     """
     whole = frozenset(dropped)
     if not whole or record.is_opaque or record.has_random or record.is_data_dependent:

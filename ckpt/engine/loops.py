@@ -2,8 +2,8 @@
 
     for start in turns(range(0, num_rows, size), hidden):     # hidden: any tensor of the loop
 
-On real tensors this is plain iteration. On fake ones inside a simulation (`ckpt/costs.py`) the first turn, the second and the
-last are run; the second counts for those left out. Peaks are the same, since each turn frees what it made.
+On real tensors this is plain iteration. On fake ones inside a simulation (`ckpt/costs.py`) the first turn, the second
+and the last are run; the second counts for those left out. Peaks are the same, since each turn frees what it made.
 """
 
 from __future__ import annotations

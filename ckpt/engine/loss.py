@@ -254,9 +254,8 @@ class _LossFunction:
     def __init__(self, original: Callable[..., Tensor]) -> None:
         self.original = original
 
-    def __call__(self, *args, num_items_in_batch: Tensor | int | None = None, **kwargs):
-        if isinstance(num_items_in_batch, Tensor):
-            num_items_in_batch = num_items_in_batch.clamp(min=1)
-        elif num_items_in_batch is not None:
-            num_items_in_batch = max(num_items_in_batch, 1)
-        return self.original(*args, num_items_in_batch=num_items_in_batch, **kwargs)
+    def __call__(self, *args, **kwargs):
+        count = kwargs.get("num_items_in_batch")
+        if count is not None:
+            kwargs["num_items_in_batch"] = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+        return self.original(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Where a store's bytes lie: pinned host memory, or a file.
 
-A medium makes slots, writes a device tensor into one and reads one into a device tensor, both returning an event (None when
-done). Waiting for an event never makes the compute stream copy.
+A medium makes slots, writes a device tensor into one and reads one into a device tensor, both returning an event (None
+when done). Waiting for an event never makes the compute stream copy.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Host:
         available = _available_memory()
         if available is not None and num_bytes > available:
             raise RuntimeError(
-                f"offload: {num_bytes / _GIB:.2f} GiB do not fit the host's memory, {available / _GIB:.2f} GiB available. "
-                "Offload to disk (strategy.target=disk), shorten seq_len, or keep less."
+                f"offload: {num_bytes / _GIB:.2f} GiB do not fit the host's memory, {available / _GIB:.2f} GiB "
+                "available. Offload to disk (strategy.target=disk), shorten seq_len, or keep less."
             )
 
     def new_slot(self, num_bytes: int) -> torch.Tensor:

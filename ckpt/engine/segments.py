@@ -1,13 +1,13 @@
 """Segments: consecutive layers that hold one input between them.
 
 The layers are called one by one by the model's own loop, so a segment is not one function. Instead each layer after the
-first drops its hidden states and links to the layer before: on replay it asks that layer to run again. Whether a layer's
-argument is the previous layer's output is seen by identity and version; if a model changes it in between, the layer
-holds its input and starts a new segment.
+first drops its hidden states and links to the layer before: on replay it asks that layer to run again. Whether a
+layer's argument is the previous layer's output is seen by identity and version; if a model changes it in between, the
+layer holds its input and starts a new segment.
 
 `keep` (Chen et al. 2016, arXiv:1604.06174, sec. 4): the way to the last layer collects every layer's saved tensors: one
-extra forward, the whole segment's activations alive at once. `replay`: the way re-creates inputs alone, then each layer is
-replayed by itself: two extra forwards, one layer's activations alive.
+extra forward, the whole segment's activations alive at once. `replay`: the way re-creates inputs alone, then each
+layer is replayed by itself: two extra forwards, one layer's activations alive.
 """
 
 from __future__ import annotations

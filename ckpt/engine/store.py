@@ -1,10 +1,10 @@
 """Stores: where offloaded tensors live, and how they come back.
 
 A store takes a tensor's whole storage, so views, slices, transposes and shared storages round-trip exactly, and gives a
-`Ticket`. Buffers are pooled by size: nothing grows from step to step. On CUDA copies run on a stream of their own, to and
-from pinned memory; the compute stream only waits for events. On CPU (and under fake tensors, where nothing is copied) the
-same bookkeeping holds, so what is predicted is what happens: at most one tensor is on its way out at any time, and what was
-offloaded by one layer call is brought back when the layer after it begins its backward.
+`Ticket`. Buffers are pooled by size: nothing grows from step to step. On CUDA copies run on a stream of their own, to
+and from pinned memory; the compute stream only waits for events. On CPU (and under fake tensors, where nothing is
+copied) the same bookkeeping holds, so what is predicted is what happens: at most one tensor is on its way out at any
+time, and what was offloaded by one layer call is brought back when the layer after it begins its backward.
 
 Ideas: DeepSpeed's and torchtune's activation offloading (pooled pinned buffers, one layer ahead).
 """

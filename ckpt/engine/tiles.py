@@ -1,9 +1,10 @@
 """Tiled MLP: the token-wise part of a layer, run and differentiated tile by tile along the sequence.
 
-The token-wise part is a chain of the layer's child modules, at most [norm, MLP, norm], through which the hidden states pass
-and nothing else reads them in between. The last module of the chain runs the whole chain on one tile of tokens at a time and
-saves the chain's input alone; the others hand their input through. In backward each tile is run again and differentiated.
-So the MLP runs exactly twice: a layer's replay needs the chain's input, and its output is skipped as dead.
+The token-wise part is a chain of the layer's child modules, at most [norm, MLP, norm], through which the hidden states
+pass and nothing else reads them in between. The last module of the chain runs the whole chain on one tile of tokens at
+a time and saves the chain's input alone; the others hand their input through. In backward each tile is run again and
+differentiated. So the MLP runs exactly twice: a layer's replay needs the chain's input, and its output is skipped as
+dead.
 
 What is tiled is found by running the model once on a few tokens (`find_chains`): reading the code would not tell.
 ALST (arXiv:2506.13996) tiles the same part inside a replayed layer and runs the MLP three times.
@@ -20,6 +21,7 @@ from torch import nn
 
 from ckpt.engine.context import Settings, Surroundings
 from ckpt.engine.loops import turns
+
 
 @dataclass(eq=False)
 class Chain:
@@ -147,6 +149,7 @@ def is_token_wise(module: nn.Module) -> bool:
 
 
 def num_linear(module: nn.Module) -> int:
+    """Return how many linear layers the module has."""
     return sum(_is_linear(m) for m in module.modules() if not any(True for _ in m.children()))
 
 

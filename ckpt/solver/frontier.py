@@ -1,9 +1,10 @@
 """The frontier of whole plans: built once for a model and workload, asked for any budget.
 
-Plans come from the outer program at a row of budgets between the smallest feasible one and what keeping everything needs,
-and from the uniform strategies that people choose by hand. Each has a cost that is exact and an estimated peak. Asked for a
-budget, the frontier goes through the plans from the cheapest and runs them on fake tensors until one really fits. The plans
-do not depend on the budget asked for, and a plan that fits a budget fits every larger one: so more budget never costs more.
+Plans come from the outer program at a row of budgets between the smallest feasible one and what keeping everything
+needs, and from the uniform strategies that people choose by hand. Each has a cost that is exact and an estimated peak.
+Asked for a budget, the frontier goes through the plans from the cheapest and runs them on fake tensors until one really
+fits. The plans do not depend on the budget asked for, and a plan that fits a budget fits every larger one: so more
+budget never costs more.
 """
 
 from __future__ import annotations
@@ -109,11 +110,12 @@ class Frontier:
             candidate.peak_bytes = candidate.simulated.peak_bytes
         return candidate.peak_bytes
 
-    # -- the outer program's view ---------------------------------------------------------------------------------------
+    # -- the outer program's view
+    # ---------------------------------------------------------------------------------------
 
     def _layers_as_seen(self) -> _Model:
-        """Peaks by layer and option. What a layer adds to the others comes from the run that replays everything; what an
-        option changes of that comes from runs in which every layer has another option."""
+        """Peaks by layer and option. What a layer adds to the others comes from the run that replays everything; what
+        an option changes of that comes from runs in which every layer has another option."""
         peaks = LayerPeaks.of(self.full, self.num_layers)
         changes = self._measured_changes(peaks)
         choices = []
@@ -214,9 +216,9 @@ class _Model:
 
 @dataclass(frozen=True)
 class LayerPeaks:
-    """Bytes alive in a run, by layer: held: added from its forward to the next; forward, backward: the most while it works,
-    less what earlier layers hold; loss, elsewhere: the most between forward and backward (less all that layers hold), and
-    outside all layers."""
+    """Bytes alive in a run, by layer: held: added from its forward to the next; forward, backward: the most while it
+    works, less what earlier layers hold; loss, elsewhere: the most between forward and backward (less all that layers
+    hold), and outside all layers."""
 
     held: np.ndarray
     forward: np.ndarray
@@ -240,7 +242,8 @@ class LayerPeaks:
 
 
 def spans(trace: Trace, num_layers: int) -> tuple[list[tuple[int, int]], tuple[int, int], list[tuple[int, int]]]:
-    """Return where each layer's forward, the head, and each layer's backward lie in a trace's changes (last micro-batch).
+    """Return where each layer's forward, the head, and each layer's backward lie in a trace's changes (last
+    micro-batch).
 
     Raises ValueError if the layers do not run one by one, once each."""
     last_batch = max(i for i, mark in enumerate(trace.marks) if mark.kind == "batch")
@@ -269,4 +272,5 @@ def keep_all(record: Record) -> Option:
 
 
 def sum_flops(record: Record) -> int:
+    """Return the FLOPs of the whole layer."""
     return sum(op.flops for op in record.ops)

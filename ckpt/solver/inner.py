@@ -1,11 +1,12 @@
-"""The inner frontier: for one kind of layer, what can be kept, how many bytes that holds, and what replaying then costs.
+"""The inner frontier: for one kind of layer, what can be kept, how many bytes that holds, and what replaying then
+costs.
 
-An option is a set of ops whose outputs are kept. Which replays it saves is not the sum of its parts: an op is skipped when
-nothing that is still needed depends on it. So every option is priced by the program that the engine would run
+An option is a set of ops whose outputs are kept. Which replays it saves is not the sum of its parts: an op is skipped
+when nothing that is still needed depends on it. So every option is priced by the program that the engine would run
 (`build_program`), the same code that decides at run time.
 
-Legend of bounds: with few ops that cost FLOPs all subsets are tried (exact); with many, options grow one op at a time by the
-best ratio of saved cost to held bytes (within one op of the fractional optimum of a knapsack).
+Legend of bounds: with few ops that cost FLOPs all subsets are tried (exact); with many, options grow one op at a time
+by the best ratio of saved cost to held bytes (within one op of the fractional optimum of a knapsack).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Pricing:
         keep = frozenset(keep)
         found = self._known.get(keep)
         if found is None:
-            program = build_program(self.record, {i: Decision.KEEP for i in keep})
+            program = build_program(self.record, dict.fromkeys(keep, Decision.KEEP))
             held = program.kept_ops
             found = Option(
                 keep=frozenset(i for i in keep if i in held),  # what nobody needs is not worth a decision
@@ -109,8 +110,8 @@ def pareto(options: Iterable[Option]) -> list[Option]:
 def _candidates(record: Record, pricing: Pricing, base: Option) -> list[int]:
     """Ops whose outputs alone save something: those that autograd saves, and those that cost FLOPs.
 
-    For an op that costs FLOPs and whose output autograd does not save, a later saved tensor of no more bytes serves as well
-    and needs no capture; the better of the two is left in."""
+    For an op that costs FLOPs and whose output autograd does not save, a later saved tensor of no more bytes serves as
+    well and needs no capture; the better of the two is left in."""
     saved = {record.producer[s.storage] for s in record.saved if record.producer[s.storage] >= 0}
     asked = [op.index for op in record.ops if op.makes and not op.is_random and (op.index in saved or op.flops > 0)]
     useful = [i for i in asked if pricing.option([i]).keep and pricing.option([i]).cost < base.cost]
@@ -132,7 +133,8 @@ def _candidates(record: Record, pricing: Pricing, base: Option) -> list[int]:
 
 
 def _greedy_chain(pricing: Pricing, start: Option, candidates: list[int]) -> list[Option]:
-    """Add one op at a time, always the one that saves most cost per byte (lazy greedy: ratios are re-computed on top)."""
+    """Add one op at a time, always the one that saves most cost per byte (lazy greedy: ratios are re-computed on
+    top)."""
     chain, current = [start], start
 
     def ratio(i: int) -> float:

@@ -1,4 +1,5 @@
-"""The outer program: one option for every layer, least cost, the peak bounded at every position of forward and backward.
+"""The outer program: one option for every layer, least cost, the peak bounded at every position of forward and
+backward.
 
 Memory at any moment is what stands before the step, plus what earlier layers hold, plus what the layer at hand does. So
 with P(i) the bytes held by layers 0 .. i-1:
@@ -7,9 +8,10 @@ with P(i) the bytes held by layers 0 .. i-1:
     P(L) + loss_peak           <= budget        between forward and backward
     P(i) + backward_peak[i][o] <= budget        while layer i is replayed and differentiated
 
-where backward_peak contains the gradients of the layers behind. Cost adds up over layers, and what a prefix of layers does
-to the rest is P alone; so dynamic programming over (P, cost), with dominated states dropped, is exact. It needs no integer
-program: 32 layers of 12 options take tens of milliseconds where a solver takes seconds, and it never stops at a gap.
+where backward_peak contains the gradients of the layers behind. Cost adds up over layers, and what a prefix of layers
+does to the rest is P alone; so dynamic programming over (P, cost), with dominated states dropped, is exact. It needs no
+integer program: 32 layers of 12 options take tens of milliseconds where a solver takes seconds, and it never stops at
+a gap.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# More states than this are thinned by rounding P up (never down: a plan may only look larger than it is).
+# More states than this are thinned: of states that hold about the same, the cheapest stays.
 MAX_STATES = 20_000
 
 
@@ -27,7 +29,8 @@ MAX_STATES = 20_000
 class Choice:
     """One option of one layer as the outer program sees it. Bytes are counted from zero.
 
-    held: added to P for the layers behind. forward, backward: peak while the layer runs and is differentiated, without P.
+    held: added to P for the layers behind. forward, backward: peak while the layer runs and is differentiated, without
+    P.
     """
 
     held: int
@@ -83,6 +86,7 @@ def peak_of(layers: Sequence[Sequence[Choice]], loss_peak: int, plan: Sequence[i
 
 
 def cost_of(layers: Sequence[Sequence[Choice]], plan: Sequence[int]) -> float:
+    """Return the cost of a plan."""
     return sum(choices[index].cost for choices, index in zip(layers, plan, strict=True))
 
 
