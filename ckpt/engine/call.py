@@ -8,7 +8,9 @@ but linked.
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -95,6 +97,8 @@ def _copied(value):
         return {key: _copied(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_copied, value))
+    if isinstance(value, UserDict):  # gemma's shared keys and values
+        return copy(value)
     return value
 
 
@@ -104,7 +108,7 @@ def _tensors(value) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
-    elif isinstance(value, dict):
+    elif isinstance(value, (dict, UserDict)):
         for item in value.values():
             yield from _tensors(item)
 
@@ -114,7 +118,7 @@ def _signature(value):
         return type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad
     if isinstance(value, (tuple, list)):
         return type(value), tuple(map(_signature, value))
-    if isinstance(value, dict):
+    if isinstance(value, (dict, UserDict)):
         return dict, tuple((k, _signature(v)) for k, v in value.items())
     if value is None or isinstance(value, (bool, str)):
         return value
