@@ -8,9 +8,13 @@
 
 from ckpt.audit import Audit
 from ckpt.auto import Auto
+from ckpt.flops import FlopCounter
+from ckpt.ledger import Ledger, measure
 from ckpt.patching import Applied, applied_to, apply
 from ckpt.plan import Decision, Plan, Policy, Rule
+from ckpt.predict import Prediction, predict
 from ckpt.strategies import EveryN, FromPlan, Full, KeepAll, Offload, Segments, Selective
+from ckpt.workload import Workload
 
 __all__ = [
     "Applied",
@@ -18,15 +22,21 @@ __all__ = [
     "Auto",
     "Decision",
     "EveryN",
+    "FlopCounter",
     "FromPlan",
     "Full",
     "KeepAll",
+    "Ledger",
     "Offload",
     "Plan",
     "Policy",
+    "Prediction",
     "Rule",
     "Segments",
     "Selective",
+    "Workload",
     "applied_to",
     "apply",
+    "measure",
+    "predict",
 ]
