@@ -63,7 +63,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
     modules = _native_layers(inner) or _plain_layers(inner)
     if not modules:
         raise ValueError(
-            f"{type(inner).__name__} has no decoder layers that could be checkpointed: no GradientCheckpointingLayer and "
+            f"{type(inner).__name__} has no decoder layers to be checkpointed: no GradientCheckpointingLayer and "
             "no ModuleList of equal layers. Give a causal LM of Hugging Face Transformers."
         )
     return [
