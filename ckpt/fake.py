@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -35,11 +35,35 @@ from torch._subclasses.fake_tensor import (
 )
 from transformers import PreTrainedConfig, masking_utils
 
+from ckpt.fake_answers import hook_answers
+
 aten = torch.ops.aten
-Value = bool | int | float
-Answer = Callable[[torch.Tensor], Value | None]
+
+
+class Answers(Protocol):
+    """What is known of values: of an op's result (None: run it), and of a tensor that Python reads (None: not known)."""
+
+    def op(self, func: Any, args: tuple) -> torch.Tensor | None: ...
+
+    def value(self, tensor: torch.Tensor) -> bool | int | float | None: ...
+
+
+class Always:
+    """Whatever is read has one value."""
+
+    def __init__(self, known: bool | int | float):
+        self._known = known
+
+    def op(self, func: Any, args: tuple) -> None:
+        """No op is answered."""
+
+    def value(self, tensor: torch.Tensor) -> bool | int | float:
+        """The one value."""
+        return self._known
+
 
 _ALIASES = frozenset({aten.detach.default, aten.alias.default})
+_ASKED = frozenset({aten._local_scalar_dense.default, aten.nonzero.default, aten.max.default})
 _REFUSALS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -49,31 +73,28 @@ _REFUSALS = (
 
 
 class FakeMode(FakeTensorMode):
-    """Fake tensors, with an answer where a value would reach Python.
-
-    `answering(answer)` gives the value of a tensor that is read inside: `answer(tensor)`, None for "not known".
-    """
+    """Fake tensors, with answers where a value would decide something."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._answers: list[Answer] = []
+        self._answers: list[Answers] = []
 
     @contextmanager
-    def answering(self, answer: Answer) -> Iterator[None]:
-        """Answer reads of a tensor's value inside the block."""
-        self.push(answer)
+    def answering(self, answers: Answers) -> Iterator[None]:
+        """Answer inside the block."""
+        self.push(answers)
         try:
             yield
         finally:
-            self.pop(answer)
+            self.pop(answers)
 
-    def push(self, answer: Answer) -> None:
-        """Answer from now on, until `pop`."""
-        self._answers.append(answer)
+    def push(self, answers: Answers) -> None:
+        """Answer from now on, until `pop`; the latest is asked first."""
+        self._answers.append(answers)
 
-    def pop(self, answer: Answer) -> None:
+    def pop(self, answers: Answers) -> None:
         """End what `push` began."""
-        self._answers.remove(answer)
+        self._answers.remove(answers)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -86,15 +107,25 @@ class FakeMode(FakeTensorMode):
                 return super().__torch_dispatch__(func, types, args, kwargs)
             finally:
                 self.cache_enabled = True
-        if func is aten._local_scalar_dense.default and self._answers:
-            try:
-                return super().__torch_dispatch__(func, types, args, kwargs)
-            except DataDependentOutputException:
-                for answer in reversed(self._answers):
-                    if (value := answer(args[0])) is not None:
-                        return value
-                raise
+        if self._answers and func in _ASKED:
+            if (answer := self._answer(func, types, args, kwargs)) is not None:
+                return answer
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+    def _answer(self, func, types, args, kwargs) -> Any:
+        if func is not aten._local_scalar_dense.default:
+            with self:
+                found = (answers.op(func, args) for answers in reversed(self._answers))
+                return next((result for result in found if result is not None), None)
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except DataDependentOutputException:
+            values = (answers.value(args[0]) for answers in reversed(self._answers))
+            value = next((value for value in values if value is not None), None)
+            if value is None:
+                raise
+            return value
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
@@ -134,6 +165,7 @@ def fake_copy(model: nn.Module | PreTrainedConfig, mode: FakeMode) -> nn.Module:
             if id(tensor) not in memo:
                 memo[id(tensor)] = _fake(name, tensor)
         copied = copy.deepcopy(model, memo)
+    hook_answers(copied, mode)
     return copied.train()
 
 
@@ -185,7 +217,7 @@ def real_path(mode: FakeMode, one_document: bool) -> Iterator[None]:
     tracing, find, whole = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices, masking_utils.fast_all
 
     def find_packed(position_ids):
-        with mode.answering(lambda tensor: one_document):
+        with mode.answering(Always(one_document)):
             return find(position_ids)
 
     class Known:
@@ -195,7 +227,7 @@ def real_path(mode: FakeMode, one_document: bool) -> Iterator[None]:
             self._tensor = tensor
 
         def __bool__(self):
-            with mode.answering(lambda tensor: True):
+            with mode.answering(Always(True)):
                 return bool(self._tensor)
 
     masking_utils.is_tracing = lambda tensor=None: tracing()

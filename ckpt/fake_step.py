@@ -40,7 +40,7 @@ def train_step(
     Raises ValueError if the model computes no loss.
     """
     for batch in batches:
-        loss = model(**batch, **_no_cache(model, batch)).loss
+        loss = getattr(model(**batch, **_no_cache(model, batch)), "loss", None)
         if loss is None:
             raise ValueError(f"{type(unwrapped(model)).__name__} computed no loss: give labels among the inputs")
         loss.backward()

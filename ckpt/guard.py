@@ -82,7 +82,7 @@ class Guard:
             dynamic = {r.index for r in applied.regions if r.dynamic_because}
             complaint = applied.policy.complaint(seen, {r.index: r.matched for r in applied.regions}, dynamic)
             if complaint:
-                applied.checked = False
+                applied.undo()  # the model is left as it was: nobody may hold the handle
                 raise ValueError(complaint)
 
     def always(self, model, args, output):

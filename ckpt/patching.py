@@ -55,6 +55,8 @@ class Applied:
 
     def plan(self) -> Plan:
         """Return the decisions in force as a Plan, by key. Call it after a step."""
+        if any(region.latest is None for region in self.regions):
+            raise ValueError("the ops that decisions are about are known after a step: run one, then ask for the plan")
         layers = [LayerPlan(replay=False) for _ in range(self.num_layers)]
         for region in self.regions:
             rule = self.policy.rule(region.index, self.num_layers)
@@ -78,7 +80,7 @@ class Applied:
         if self._loss is not None:
             self._loss.undo()
         if self.store is not None:
-            self.store.close()
+            self.store.retire()
         self._undo, self._loss, self.store, self.chains = [], None, None, {}
 
     def _set(self, module: nn.Module, key: str, value) -> None:
@@ -102,9 +104,8 @@ def apply(
         strategy: a strategy, its name ("full"), a Policy or a Plan.
         workload: what `Auto` plans for; other strategies need none.
         loss: "full", or "chunked": `model(..., labels=...)` computes its loss without materialising logits.
-        tile_mlp: tiles of the token-wise part of a layer; 1 is none. "auto" takes the fewest that no longer set the
-        peak
-            predicted for the workload.
+        tile_mlp: tiles of the token-wise part of a layer; 1 is none. "auto" takes the fewest that no longer set
+            the peak predicted for the workload.
         dynamic: patterns of layer names that are recorded at every call, for layers whose path depends on something
             that the engine cannot see.
 
@@ -112,6 +113,9 @@ def apply(
         ValueError: an unknown strategy, no layer to checkpoint, an architecture that is refused, a strategy already in
             force, a class whose forward was replaced so that it no longer calls the checkpointing function.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch module, not {type(model).__name__}")
+    dynamic = (dynamic,) if isinstance(dynamic, str) else tuple(dynamic)
     policy = resolve(strategy, model, workload)
     layers = find_layers(model)
     inner = unwrapped(model)

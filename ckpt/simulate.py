@@ -31,7 +31,7 @@ from ckpt.attention import bounds as make_bounds
 from ckpt.audit import Audit
 from ckpt.choose_tiles import choose_tiles
 from ckpt.engine.program import Program
-from ckpt.fake import FakeMode, fake_copy, naming_refusals, real_path
+from ckpt.fake import Always, FakeMode, fake_copy, naming_refusals, real_path
 from ckpt.fake_step import LayerMarks, traced_step
 from ckpt.layers import find_layers, unwrapped
 from ckpt.optimizers import make_optimizer
@@ -42,6 +42,9 @@ from ckpt.reduce import Chosen, choose_layers, policy_keys, structure_keys
 from ckpt.timeline import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from ckpt.trace import Trace
 from ckpt.workload import Workload
+
+
+ONE = Always(1.0)
 
 
 @dataclass(frozen=True)
@@ -256,10 +259,6 @@ class _Reduced:
             {whole[i]: count for i, count in matched.items()},
             {whole[i] for i in dynamic},
         )
-
-
-def _one(tensor: torch.Tensor) -> float:
-    return 1.0
 
 
 def _holder_of(model: nn.Module, layers: list[nn.Module]) -> nn.ModuleList | None:

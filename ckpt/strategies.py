@@ -109,6 +109,8 @@ class Selective:
     name: ClassVar[str] = "selective"
 
     def __post_init__(self):
+        if not isinstance(self.keep, str):
+            raise ValueError(f'selective: keep={self.keep!r} must be text, names joined by "+": attention+matmul')
         parts = self.parts
         if not parts or any(not part for part in parts):
             raise ValueError(f"selective: keep={self.keep!r} is empty; give e.g. attention, attention+matmul, by_price")

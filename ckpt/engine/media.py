@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -94,6 +95,7 @@ class Disk:
         self._file = handle
         self._size = 0
         self._thread = ThreadPoolExecutor(1, "ckpt-offload")
+        self._end = weakref.finalize(self, _end_disk, self._thread, handle)
 
     def check_room(self, num_bytes: int) -> None:
         free = shutil.disk_usage(self._directory).free
@@ -148,8 +150,12 @@ class Disk:
         return 0.0
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
-        os.close(self._file)
+        self._end()
+
+
+def _end_disk(thread: ThreadPoolExecutor, file: int) -> None:
+    thread.shutdown(wait=True)
+    os.close(file)
 
 
 def _available_memory() -> int | None:

@@ -146,6 +146,11 @@ class Store:
         """Raise RuntimeError if `num_bytes` do not fit the host's memory or the disk."""
         self._open(torch.device("cpu")).check_room(num_bytes)
 
+    def retire(self) -> None:
+        """Free the buffers if nothing is out any more; else the last ticket's end does, for a backward may follow."""
+        if self.bytes_now == 0:
+            self.close()
+
     def close(self) -> None:
         """Free all buffers. Tickets that are still out become useless."""
         if self._medium is not None:

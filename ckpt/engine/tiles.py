@@ -15,6 +15,7 @@ Legend: B batch, T tokens, D hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MethodType
 
 import torch
 from torch import nn
@@ -35,6 +36,14 @@ class Chain:
 
     def __post_init__(self):
         self.forwards = [m.forward for m in self.modules]
+
+    def __getstate__(self):
+        # A pickled bound method comes back by its name, which by then is the patched one.
+        return {k: v for k, v in self.__dict__.items() if k != "forwards"}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.forwards = [MethodType(type(m).forward, m) for m in self.modules]
 
     def run(self, hidden: torch.Tensor) -> torch.Tensor:
         self.tokens_run += hidden.shape[-2]
