@@ -44,7 +44,7 @@ from ckpt.trace import Trace
 from ckpt.workload import Workload
 
 
-ONE = Always(1.0)
+_ONE = Always(1.0)
 
 
 @dataclass(frozen=True)
@@ -199,9 +199,13 @@ class Simulator:
             return None
         held = set(map(id, self.model.parameters()))  # those of the layers that take part
         names = {name for name, p in self.precision._trained.items() if id(p) in held}
-        return make_optimizer(
+        optimizer = make_optimizer(
             self.work.optimizer, [p for name, p in self.precision.named_parameters() if name in names]
         )
+        # Adafactor reads step counts and norms: they decide about factors, not about memory.
+        optimizer.register_step_pre_hook(lambda *_: self.mode.push(_ONE))
+        optimizer.register_step_post_hook(lambda *_: self.mode.pop(_ONE))
+        return optimizer
 
     def _step(self, optimizer: Any, places: Mapping[int, int], chosen: Chosen | None) -> Trace | None:
         missing = np.zeros(5, dtype=np.int64)

@@ -113,25 +113,23 @@ def batch_of(work: Workload, vocab_size: int = 1000) -> dict[str, Any]:
 
 
 def measure(model: nn.Module, strategy: Any, work: Workload) -> int:
-    """Make two real steps and return the higher peak in bytes. The model is as it was afterwards, its weights apart."""
-    packed = attention.prepare(model, "isolate") if work.packing == "isolate" else None
-    precision = prepare(model, work.dtype)
-    handle = ckpt.apply(model, strategy, work, loss=work.loss, tile_mlp=work.tile_mlp)
-    optimizer = None
-    if work.optimizer is not None:
-        optimizer = make_optimizer(work.optimizer, [p for _, p in precision.named_parameters()])
+    """Make two real steps and return the higher peak in bytes. strategy None: the model as it is."""
+    if work.packing == "isolate":
+        attention.prepare(model, "isolate")
+    precision = prepare(model, work.dtype if work.optimizer or work.dtype == "fp32" else "bf16_pure")
+    if strategy is not None:
+        ckpt.apply(model, strategy, work, loss=work.loss, tile_mlp=work.tile_mlp)
+    parameters = [p for _, p in precision.named_parameters()]
+    optimizer = None if work.optimizer is None else make_optimizer(work.optimizer, parameters)
+    if work.hold_gradients:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
     peaks = []
-    try:
-        for _ in range(2):
-            batches = [batch_of(work) for _ in range(work.grad_accum)]
-            with open_ledger(model, optimizer, inputs=batches) as ledger:
-                train_step(model, batches, optimizer, precision, work.hold_gradients)
-            peaks.append(ledger.peak_bytes)
-    finally:
-        handle.undo()
-        precision.undo()
-        if packed is not None:
-            packed.undo()
+    for _ in range(2):
+        batches = [batch_of(work) for _ in range(work.grad_accum)]
+        with open_ledger(model, optimizer, inputs=batches) as ledger:
+            train_step(model, batches, optimizer, precision, work.hold_gradients)
+        peaks.append(ledger.peak_bytes)
     return max(peaks)
 
 
