@@ -48,6 +48,27 @@ class Balanced:
         return None if tensor.is_floating_point() else 0
 
 
+class Sizes:
+    """Answers inside a router that hands out the number of tokens of each expert as a list (JetMoE)."""
+
+    def __init__(self, module: nn.Module):
+        self._num_experts, self._top_k = module.num_experts, module.top_k
+        self._total = self._asked = 0
+
+    def begin(self, hidden_states: torch.Tensor) -> None:
+        """Note how many tokens are routed."""
+        self._total, self._asked = hidden_states.shape[0] * self._top_k, 0
+
+    def op(self, func: Any, args: tuple) -> None:
+        """No op is answered."""
+
+    def value(self, tensor: torch.Tensor) -> int:
+        """The sizes in turn; they add up to all tokens."""
+        share, rest = divmod(self._total, self._num_experts)
+        self._asked += 1
+        return share + (self._asked <= rest)
+
+
 class Positions:
     """Answers inside a rotary embedding, which may stretch with the longest position (dynamic and LongRoPE scaling)."""
 
@@ -66,7 +87,13 @@ def hook_answers(model: nn.Module, mode: Any) -> None:
     """Give answers while the forward of a module that asks is under way, also where a layer is run again."""
     for module in model.modules():
         name = type(module).__name__
-        answers = Balanced(module) if _EXPERTS.search(name) else Positions() if _ROTARY.search(name) else None
+        if name.endswith("TopKGating"):
+            answers = Sizes(module)
+            module.register_forward_pre_hook(lambda _, args, a=answers: a.begin(args[0]))
+        elif _EXPERTS.search(name):
+            answers = Balanced(module)
+        else:
+            answers = Positions() if _ROTARY.search(name) else None
         if answers is not None:
             module.register_forward_pre_hook(lambda *_, a=answers: mode.push(a))
             module.register_forward_hook(lambda *_, a=answers: mode.pop(a), always_call=True)

@@ -87,7 +87,7 @@ def test_dropout_in_attention_is_predicted_on_its_own_path():
     model, work = type(build("gpt2"))(config).train(), plain()
     measured = measure(copy.deepcopy(model), "none", work)
     assert close(predict(model, "none", work).peak_bytes, measured)
-    assert measured > 1.2 * measure(build("gpt2"), "none", work)
+    assert measured > 1.05 * measure(build("gpt2"), "none", work)
 
 
 @pytest.mark.parametrize("every_n_layers", [None, 1, 2])
