@@ -19,6 +19,7 @@ another way: gradients of the micro-batches are summed in fp32, and the update r
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 
@@ -46,6 +47,14 @@ class Precision:
         """Yield (name in the model, what the optimizer updates), tied weights once, frozen ones never."""
         for name, parameter in self._trained.items():
             yield name, self.masters.get(name, parameter)
+
+    def within(self, module: nn.Module) -> Precision:
+        """Return the same for the parameters that are part of `module`; their hooks are shared."""
+        inside = set(map(id, module.parameters()))
+        part = copy.copy(self)
+        part._trained = {name: parameter for name, parameter in self._trained.items() if id(parameter) in inside}
+        part.masters = {name: master for name, master in self.masters.items() if name in part._trained}
+        return part
 
     def zero_grad(self) -> None:
         """Drop every gradient."""

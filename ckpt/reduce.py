@@ -1,7 +1,7 @@
 """Which layers of a deep model need no tracing, because others do the same.
 
 Owns the comparison of layers. A layer's key is what its class, shapes, settings and the policy make of it; where keys
-repeat with some period over many layers, four periods stand for all. `Trace.repeat` checks on the traced step that they
+repeat with some period over many layers, three or four periods stand for all. `Trace.repeat` checks on the traced step that they
 really do the same, so a key that misses a difference costs time, not truth.
 
     chosen = choose_layers(keys_of(layers, config), policy_keys)      # None: trace them all
@@ -21,8 +21,12 @@ from ckpt.plan import Plan, Policy
 from ckpt.strategies import KeepPolicy, LayerPolicy, OffloadPolicy
 from ckpt.trace import Repeat
 
-NUM_PERIODS = 4
-"""First and last may differ from those within; of the two within, one proves the other."""
+
+def num_periods(period: int) -> int:
+    """Periods that are traced. The model's first and last layer may differ from all others, and each layer that stands
+    for more must have another one a period away that proves it."""
+    return 4 if period == 1 else 3
+
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _NOT_A_DIFFERENCE = frozenset({"layer_idx", "layer_index", "block_idx", "training", "_is_hf_initialized"})
@@ -86,20 +90,21 @@ def choose_layers(structure: Sequence[Hashable], policy: Sequence[Hashable]) -> 
     at = 0
     while at < len(keys):
         period, count = _longest_run(keys, at)
-        drop = count - NUM_PERIODS
+        traced = num_periods(period)
+        drop = count - traced
         first = len(kept)
         if drop < 1:
             kept.append(at)
             sources.append(first)
             at += 1
             continue
-        before, after = 3 * period, (NUM_PERIODS - 3) * period
-        end = at + count * period
-        kept += [*range(at, at + before), *range(end - after, end)]
-        repeats.append(Repeat(first + 2 * period, period, drop))
+        before, end = (traced - 1) * period, at + count * period
+        repeated = first + before - period
+        kept += [*range(at, at + before), *range(end - period, end)]
+        repeats.append(Repeat(repeated, period, drop))
         sources += range(first, first + before)
-        sources += [first + 2 * period + k % period for k in range(drop * period)]
-        sources += range(first + before, first + before + after)
+        sources += [repeated + k % period for k in range(drop * period)]
+        sources += range(first + before, first + before + period)
         at = end
     if len(kept) == len(keys) or any(structure[i] != structure[k] for i, k in enumerate(kept)):
         return None
@@ -109,12 +114,12 @@ def choose_layers(structure: Sequence[Hashable], policy: Sequence[Hashable]) -> 
 def _longest_run(keys: Sequence[int], at: int) -> tuple[int, int]:
     """Return (period, number of periods) of the run from `at` that saves most layers."""
     best = (1, 1)
-    for period in range(1, (len(keys) - at) // (NUM_PERIODS + 1) + 1):
+    for period in range(1, (len(keys) - at) // 4 + 1):
         end = at + period
         while end < len(keys) and keys[end] == keys[end - period]:
             end += 1
         count = (end - at) // period
-        if (count - NUM_PERIODS) * period > max(0, (best[1] - NUM_PERIODS) * best[0]):
+        if (count - num_periods(period)) * period > max(0, (best[1] - num_periods(best[0])) * best[0]):
             best = (period, count)
     return best
 

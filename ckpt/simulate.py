@@ -15,7 +15,7 @@ Layers that do the same are run once and counted as often as they stand (`ckpt/r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ from ckpt.layers import find_layers, unwrapped
 from ckpt.optimizers import make_optimizer
 from ckpt.patching import Applied, applied_to, apply, resolve
 from ckpt.plan import Policy
-from ckpt.precision import prepare
+from ckpt.precision import Precision, prepare
 from ckpt.reduce import Chosen, choose_layers, policy_keys, structure_keys
 from ckpt.timeline import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from ckpt.trace import Trace
@@ -170,11 +170,12 @@ class Simulator:
                 shown = policy if chosen is None else _Reduced(policy, kept, len(self.layers))
                 handle = apply(self.model, shown, self.work, **settings)
                 stack.callback(handle.undo)
-            optimizer = self._optimizer()
+            precision = self.precision.within(self.model)  # without the layers that are left out
+            optimizer = self._optimizer(precision)
             if self.work.hold_gradients:
-                for _, parameter in self.precision.named_parameters():
+                for _, parameter in precision.named_parameters():
                     parameter.grad = torch.zeros_like(parameter)
-            steps = [self._step(optimizer, places, chosen) for _ in range(2)]
+            steps = [self._step(precision, optimizer, places, chosen) for _ in range(2)]
             if None in steps:
                 return None
             audit = None if handle is None else handle.audit()
@@ -194,20 +195,18 @@ class Simulator:
             num_layers_run=len(kept),
         )
 
-    def _optimizer(self) -> torch.optim.Optimizer | None:
+    def _optimizer(self, precision: Precision) -> torch.optim.Optimizer | None:
         if self.work.optimizer is None:
             return None
-        held = set(map(id, self.model.parameters()))  # those of the layers that take part
-        names = {name for name, p in self.precision._trained.items() if id(p) in held}
-        optimizer = make_optimizer(
-            self.work.optimizer, [p for name, p in self.precision.named_parameters() if name in names]
-        )
+        optimizer = make_optimizer(self.work.optimizer, [p for _, p in precision.named_parameters()])
         # Adafactor reads step counts and norms: they decide about factors, not about memory.
         optimizer.register_step_pre_hook(lambda *_: self.mode.push(_ONE))
         optimizer.register_step_post_hook(lambda *_: self.mode.pop(_ONE))
         return optimizer
 
-    def _step(self, optimizer: Any, places: Mapping[int, int], chosen: Chosen | None) -> Trace | None:
+    def _step(
+        self, precision: Precision, optimizer: Any, places: Mapping[int, int], chosen: Chosen | None
+    ) -> Trace | None:
         missing = np.zeros(5, dtype=np.int64)
         if chosen is not None:
             for repeat in chosen.repeats:
@@ -215,30 +214,24 @@ class Simulator:
                     module = self.layers[chosen.kept[place]].module
                     missing += repeat.copies * self._held_bytes(module, optimizer)
         trace = traced_step(
-            self.model, self._batches, optimizer, self.precision, self.work.hold_gradients, self._marks, places
+            self.model, self._batches, optimizer, precision, self.work.hold_gradients, self._marks, places
         )
         if chosen is None:
             return trace
+        whole, part = (sum(p.numel() for _, p in of.named_parameters()) for of in (self.precision, precision))
         # A step ends as it began, but for optimizer states that the first one makes; those do not bear on its own peak.
-        return trace.repeat(chosen.repeats, missing, trace.start + missing)
+        return trace.repeat(chosen.repeats, missing, trace.start + missing, optimizer_share=whole / max(part, 1))
 
     def _held_bytes(self, layer: nn.Module, optimizer: Any) -> np.ndarray:
         """(5,) bytes that a layer holds between steps."""
         held = np.zeros(5, dtype=np.int64)
-        held[PARAMETERS] = sum(t.numel() * t.element_size() for t in (*layer.parameters(), *layer.buffers()))
-        mine = set(map(id, layer.parameters()))
-        for name, trained in self.precision.named_parameters():
-            own = self.precision._trained[name]
-            if id(own) not in mine:
-                continue
-            if trained is not own:
-                held[OPTIMIZER_STATE] += trained.numel() * trained.element_size()
-            if trained.grad is not None:
-                held[GRADIENTS] += trained.grad.numel() * trained.grad.element_size()
+        held[PARAMETERS] = _bytes_of([*layer.parameters(), *layer.buffers()])
+        precision = self.precision.within(layer)
+        held[OPTIMIZER_STATE] = _bytes_of(precision.masters.values())
+        for _, trained in precision.named_parameters():
+            held[GRADIENTS] += 0 if trained.grad is None else _bytes_of([trained.grad])
             state = {} if optimizer is None else optimizer.state.get(trained, {})
-            held[OPTIMIZER_STATE] += sum(
-                t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor)
-            )
+            held[OPTIMIZER_STATE] += _bytes_of(t for t in state.values() if isinstance(t, torch.Tensor))
         return held
 
 
@@ -263,6 +256,10 @@ class _Reduced:
             {whole[i]: count for i, count in matched.items()},
             {whole[i] for i in dynamic},
         )
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _holder_of(model: nn.Module, layers: list[nn.Module]) -> nn.ModuleList | None:

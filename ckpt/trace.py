@@ -34,7 +34,7 @@ class Mark(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """Layers first .. first+period-1, which do as the `period` layers before them, stand `copies` times more."""
+    """Layers first .. first+period-1, which do as those a period before or after them, stand `copies` times more."""
 
     first: int
     period: int
@@ -94,11 +94,14 @@ class Trace:
         """Return the FLOPs of all ops, or of those run again in backward."""
         return sum(row.flops * row.weight for row in self.rows if row.is_replay or not replayed_only)
 
-    def repeat(self, repeats: Sequence[Repeat], missing: np.ndarray, end: np.ndarray | None) -> Trace | None:
+    def repeat(
+        self, repeats: Sequence[Repeat], missing: np.ndarray, end: np.ndarray, optimizer_share: float = 1.0
+    ) -> Trace | None:
         """Return the step of the deeper model; None if its layers do not run one by one, or not alike.
 
         missing: (5,) bytes that the added layers hold from the start. end: (5,) bytes alive in the end, which only the
-        caller knows (the gradients of added layers are dropped by nobody here); None: as they come out.
+        caller knows (nobody here drops the gradients of added layers). optimizer_share: trained numbers of the deeper
+        model over those of this one, by which the costs of the update grow.
         """
         spans = []
         for first in self._batches():
@@ -121,19 +124,19 @@ class Trace:
                 marks += [m._replace(position=m.position + moved) for m in self.marks if _within(m, piece)]
                 shift += piece.end - piece.position
         start = self.start + missing
-        if end is not None:
-            deltas.append((end - start - sum(part.sum(axis=0) for part in deltas))[None])
-            host.append(np.zeros(1, np.int64))
-            phase.append(self.phase[-1:])
-        arrays = map(np.concatenate, (deltas, host, phase))
-        return Trace(start, *arrays, rows, marks)
+        deltas.append((end - start - sum(part.sum(axis=0) for part in deltas))[None])
+        host.append(np.zeros(1, np.int64))
+        phase.append(self.phase[-1:])
+        deltas, host, phase = map(np.concatenate, (deltas, host, phase))
+        rows = [_grown(row, optimizer_share) if phase[row.position - 1] == OPTIMIZER_STEP else row for row in rows]
+        return Trace(start, deltas, host, phase, rows, marks)
 
     def _batches(self) -> list[int]:
         """Index into marks of each micro-batch's first."""
         return [i for i, mark in enumerate(self.marks) if mark.kind == "batch"]
 
     def _spans_of(self, repeat: Repeat, batch: int) -> list[_Span] | None:
-        """Return the forward and the backward of the layers to repeat; None unless those before them do the same."""
+        """Return the forward and the backward of the layers to repeat; None unless others, a period away, do the same."""
         forward, backward = {}, {}
         for mark in self.marks[batch + 1 :]:
             if mark.kind == "batch":
@@ -145,21 +148,20 @@ class Trace:
             places[key] = mark
         if list(forward) != sorted(forward) or list(backward) != sorted(backward, reverse=True):
             return None
-        first, period = repeat.first, repeat.period
-        try:
-            ahead = (
-                _between(forward[first - period], forward[first]),
-                _between(backward[first - 1], backward[first - period - 1]),
-            )
-            here = (
-                _between(forward[first], forward[first + period]),
-                _between(backward[first + period - 1], backward[first - 1]),
-            )
-        except KeyError:
-            return None
-        if not all(map(self._alike, ahead, here)):
-            return None
-        return [span._replace(copies=repeat.copies) for span in here]
+        blocks = [_blocks(forward, 1), _blocks(backward, -1)]
+        first, last = repeat.first, repeat.first + repeat.period - 1
+        ends = (0, max(forward) - 1)  # the model's own first and last layer prove nothing
+        for block in blocks:
+            for layer in range(first, last + 1):
+                others = (layer - repeat.period, layer + repeat.period)
+                proofs = [block[other] for other in others if other in block and other not in ends]
+                if layer not in block or not any(self._alike(block[layer], proof) for proof in proofs):
+                    return None
+        spans = (
+            _between(forward[first], forward[last + 1]),
+            _between(backward[last], backward[first - 1]),
+        )
+        return [span._replace(copies=repeat.copies) for span in spans]
 
     def _alike(self, one: _Span, other: _Span) -> bool:
         a, b = slice(one.position, one.end), slice(other.position, other.end)
@@ -169,8 +171,17 @@ class Trace:
         return [row[1:] for row in a] == [row[1:] for row in b]
 
 
+def _grown(row: OpCost, factor: float) -> OpCost:
+    return row._replace(flops=round(row.flops * factor), num_bytes=round(row.num_bytes * factor))
+
+
 def _between(one: Mark, other: Mark) -> _Span:
     return _Span(one.position, other.position, one.row, other.row)
+
+
+def _blocks(marks: dict[int, Mark], step: int) -> dict[int, _Span]:
+    """What each layer does, from its mark to that of the layer that comes after it in the order of the marks."""
+    return {layer: _between(mark, marks[layer + step]) for layer, mark in marks.items() if layer + step in marks}
 
 
 def _pieces(spans: list[_Span], num_changes: int, num_rows: int) -> list[_Span]:

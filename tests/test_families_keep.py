@@ -12,22 +12,8 @@ import zoo
 import ckpt
 from ckpt import Decision, Rule
 
-FAMILIES = (
-    *(
-        "llama",
-        "qwen3",
-        "gemma2",
-        "gemma3",
-        "gpt2",
-        "phi3",
-        "mixtral",
-        "gpt_oss",
-        "qwen3_next",
-        "falcon",
-        "gemma3n_text",
-    ),
-    *("bloom", "zamba2", "bart", "rwkv", "xlnet"),
-)
+# test_exact_families.py does the same on eleven families that people train most.
+FAMILIES = ("bloom", "cohere2", "dbrx", "doge", "lfm2", "jamba", "zamba2", "rwkv", "bart", "xlnet")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +38,15 @@ class Scattered:
 @functools.cache
 def plain(name: str, dropout: float):
     torch.set_num_threads(1)
-    model = zoo.build(name, dropout=dropout, layers=2 if name != "gemma3n_text" else 4)
+    model = zoo.build(name, dropout=dropout, layers=4 if name == "gemma3n_text" else 2)
     return model, exactness.baseline(model, [zoo.batch(model, 12), zoo.batch(model, 12, seed=1)])
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_set_of_kept_ops_is_exact(name, seed):
     model, base = plain(name, 0.1 if seed % 2 else 0.0)
-    policy = Scattered(seed, share=(0.1, 0.3, 0.5, 0.7, 0.9)[seed // 2])
+    policy = Scattered(seed, share=(0.1, 0.3, 0.5, 0.7, 0.9)[seed])
     found = exactness.compare(model, base, lambda m: ckpt.apply(m, policy))
     found.raise_if_wrong(f"{name}, {policy}")
     assert sum(layer.ops_kept for layer in found.audits[-1].layers) > 0
