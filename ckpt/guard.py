@@ -65,6 +65,12 @@ class Guard:
         missed = [r for r in trained if r.counts.calls == self._calls_before.get(r.index)]
         if len(missed) == len(trained) and not _drops_layers(model):
             kinds = ", ".join(sorted({type(r.layer).__name__ for r in trained}))
+            if any(_stock_checkpoints(r.layer) for r in trained):
+                raise RuntimeError(
+                    f"Transformers' own checkpointing was switched on for {kinds} after ckpt.apply and replaced its "
+                    "strategy. In TrainingArguments, or TRL's SFTConfig where it is on by default, set "
+                    "gradient_checkpointing=False; elsewhere leave activation_checkpointing_enable() out."
+                )
             raise RuntimeError(
                 f"no layer was checkpointed in this forward: the checkpointing function of {kinds} was replaced, or a "
                 "`forward` put on its instances does not call it. Enable no second checkpointing, and let such a patch "
@@ -131,6 +137,12 @@ def is_native(layer: nn.Module) -> bool:
 def has_own_forward(layer: nn.Module) -> bool:
     """True if the instance has a `forward` of its own, such as accelerate's hooks: it calls the class's, or not."""
     return layer.__dict__.get("forward") is not None
+
+
+def _stock_checkpoints(layer: nn.Module) -> bool:
+    """True if the layer checkpoints itself with a function that is not ours, as Trainer's flag makes it do."""
+    function = layer.__dict__.get("_gradient_checkpointing_func")
+    return is_native(layer) and layer.gradient_checkpointing and not isinstance(function, (Region, type(None)))
 
 
 def refuse_without_seam(kind: type) -> None:

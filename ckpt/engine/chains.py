@@ -42,15 +42,17 @@ def find_chains(model: nn.Module, layers: list[nn.Module]) -> tuple[list[Chain |
     The model is run once, without gradients, on a few tokens; generators and training flags are left as they were.
     """
     probes = [_LayerProbe() for _ in layers]
-    failure = _run_probe(model, layers, probes)
     chains, reasons = [], []
-    for probe in probes:
-        chain, reason = (None, failure) if not probe.seen else _chain_of(probe)
-        if chain is not None and not _is_token_wise(chain, probe):
-            chain, reason = None, "its MLP mixes tokens"
-        chains.append(chain)
-        reasons.append(reason)
-        probe.seen.clear()
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[] if device.type in ("cpu", "meta") else [device]):
+        failure = _run_probe(model, layers, probes)
+        for probe in probes:
+            chain, reason = (None, failure) if not probe.seen else _chain_of(probe)
+            if chain is not None and not _is_token_wise(chain, probe):
+                chain, reason = None, "its MLP mixes tokens"
+            chains.append(chain)
+            reasons.append(reason)
+            probe.seen.clear()
     return chains, reasons
 
 
@@ -64,7 +66,7 @@ def _run_probe(model, layers, probes) -> str | None:
     device = next(model.parameters()).device
     tokens = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long, device=device)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[] if device.type in ("cpu", "meta") else [device]):
+        with torch.no_grad():
             model(input_ids=tokens, use_cache=False)
     except Exception as error:  # any model code may run here; a model that cannot be probed is trained untiled
         return f"a probe of {_PROBE_TOKENS} tokens failed: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
