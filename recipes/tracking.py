@@ -10,14 +10,17 @@ W&B is online with an API key and offline without one; it never stops a training
 
 from __future__ import annotations
 
+import contextlib
 import netrc
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from recipes.config import Config
+from recipes.manifest import scrub
 
 
 class Tracker(Protocol):
@@ -148,21 +151,33 @@ def _start(cfg: Config, path: Path, config: Mapping[str, Any], mode: str, earlie
     # progress bar. resume is for online runs only: offline it is ignored with a warning.
     settings = wandb.Settings(silent=True, console="off", init_timeout=30)
     resume = "allow" if earlier_id and mode == "online" else None
-    run = wandb.init(
-        project=cfg.wandb.project,
-        entity=cfg.wandb.entity,
-        group=cfg.wandb.group or cfg.sweep.name,
-        name=path.name,
-        config=dict(config),
-        dir=str(path),
-        mode=mode,
-        reinit="create_new",
-        settings=settings,
-        id=earlier_id,
-        resume=resume,
-        job_type=cfg.recipe,
-    )
+    with _scrubbed_command_line():
+        run = wandb.init(
+            project=cfg.wandb.project,
+            entity=cfg.wandb.entity,
+            group=cfg.wandb.group or cfg.sweep.name,
+            name=path.name,
+            config=dict(config),
+            dir=str(path.resolve()),  # its service keeps the working directory that it was started in
+            mode=mode,
+            reinit="create_new",
+            settings=settings,
+            id=earlier_id,
+            resume=resume,
+            job_type=cfg.recipe,
+        )
     # Our own step is the x axis: W&B's internal one only counts calls and cannot go back.
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step")
     return WandbTracker(run)
+
+
+@contextlib.contextmanager
+def _scrubbed_command_line() -> Iterator[None]:
+    """Hide secrets in sys.argv while W&B starts: it writes the command line into its log (0.31, `Settings._args`)."""
+    words = sys.argv
+    sys.argv = scrub(words)
+    try:
+        yield
+    finally:
+        sys.argv = words

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import wandb
-from PIL import Image
 
 from recipes import tracking
 from recipes.config import from_dict
@@ -178,21 +177,84 @@ def test_the_real_wandb_starts_two_runs_offline_in_one_process(in_tmp, no_key):
         assert len(list(Path(f"runs/{name}/wandb").glob(f"offline-run-*-{id}/run-{id}.wandb"))) == 1
 
 
-@pytest.mark.cli
-def test_the_wandb_file_read_by_wandbs_own_command_line_holds_the_values(in_tmp, no_key):
-    picture = in_tmp / "memory.png"
-    Image.new("RGB", (2, 2)).save(picture)
-    with pytest.raises(RuntimeError), open_run(config(seq_len=321)) as run:
-        for step in range(1, 4):
-            run.log({"step": step, "loss": 10.0 / step})
-        run.tracker.table("plan", ["op", "decision"], [["mm", "keep"]])
-        run.tracker.picture("memory", picture)
-        run.update(peak_bytes=987654321)
-        raise RuntimeError("boom on purpose")
-    log = next(run.path.glob("wandb/offline-run-*/*.wandb"))
-    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(log)]
+def inspect(folder, *options):
+    """Read a run's .wandb file back with W&B's own command line."""
+    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", *options, str(folder)]
     text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    for expected in ("3.3333333333333335", "987654321", "321", "boom on purpose", "plan", "memory"):
-        assert expected in text
-    assert '"exit_code":1' in text.replace(" ", "") or '"exitCode":1' in text.replace(" ", "")
+    return json.loads(text) if "--summary" in options else [json.loads(line) for line in text.splitlines()]
+
+
+TINY_MODEL = {
+    "name": "tiny",
+    "init": "random",
+    "tokenizer": "byte",
+    "config": {"model_type": "llama", "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64,
+               "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+}  # fmt: skip
+
+
+@pytest.mark.cli
+def test_the_wandb_file_of_a_whole_run_holds_its_values_plan_and_picture(in_tmp, no_key):
+    from recipes import pretrain
+
+    (in_tmp / "notes.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    cfg = config(model=TINY_MODEL, data={"source": "text", "path": "notes.txt"}, steps=4, seq_len=64,
+                 strategy={"name": "selective"}, optim={"lr": 0.5}, eval={"batches": 1})  # fmt: skip
+    with open_run(cfg) as run:
+        pretrain.main(cfg, run)
+    logged = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    rows = [record["history"]["item"] for record in inspect(run.path / "wandb") if record["type"] == "history"]
+    steps = [row for row in rows if "loss" in row]
+    assert len(logged) == 4
+    assert [{name: row[name] for name in line} for row, line in zip(steps, logged, strict=True)] == logged
+    found = inspect(run.path / "wandb", "--summary")
+    assert (found["state"], found["exit_code"], found["name"]) == ("finished", 0, "run")
+    assert found["config"]["optim"]["lr"] == 0.5 and found["config"]["strategy"]["name"] == "selective"
+    summary = json.loads((run.path / "summary.json").read_text())
+    for name in ("status", "peak_bytes", "final_loss", "first_loss", "tokens_per_second", "residents"):
+        assert found["summary"][name] == summary[name]
+    files = next(run.path.glob("wandb/offline-run-*/files"))
+    table = json.loads((files / found["summary"]["plan"]["path"]).read_text())
+    assert ["0,1", "self_attn/attention#0", "keep"] in table["data"]
+    picture = files / found["summary"]["memory"]["path"]
+    assert picture.read_bytes() == (run.path / "memory.png").read_bytes()
+
+
+@pytest.mark.cli
+def test_each_job_of_a_sweep_is_a_wandb_run_and_a_failed_one_is_marked_failed(in_tmp, no_key):
+    (in_tmp / "notes.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    train = Path(__file__).resolve().parent.parent / "train.py"
+    words = ["-m", "optim.lr=0.001,1e30", "sweep.name=rates", "data=text", "data.path=notes.txt", "steps=4",
+             "seq_len=64", "batch_size=1", "eval.batches=0"]  # fmt: skip
+    done = subprocess.run([sys.executable, train, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    jobs = json.loads(Path("runs/rates/sweep.json").read_text())["jobs"]
+    assert [job["status"] for job in jobs] == ["ok", "nan"]
+    found = [inspect(f"runs/rates/{job['name']}/wandb", "--summary") for job in jobs]
+    assert len({run["run_id"] for run in found}) == 2
+    assert [run["name"] for run in found] == [job["name"] for job in jobs]
+    assert [(run["exit_code"], run["summary"]["status"]) for run in found] == [(0, "ok"), (1, "nan")]
+    assert found[1]["state"] == "failed" and "optim.lr" in found[1]["summary"]["error"]
+    records = inspect(f"runs/rates/{jobs[0]['name']}/wandb")
+    assert next(record["run"] for record in records if record["type"] == "run")["run_group"] == "rates"
+
+
+@pytest.mark.parametrize("name", ["WANDB_API_KEY", "HF_TOKEN"])
+def test_no_secret_reaches_what_wandb_writes(in_tmp, no_key, monkeypatch, name):
+    """W&B writes the command line, the config and logs of its own."""
+    secret = "0123456789abcdef0123456789abcdef01234567"
+    monkeypatch.setenv(name, secret)
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", f"+hub_token={secret[:20]}", f"model.name=https://me:{secret}@host/m"]
+    )
+    with pytest.raises(RuntimeError), open_run(config(wandb={"mode": "offline"}, name="a")) as run:
+        run.log({"step": 1, "loss": 2.0})
+        raise RuntimeError(f"401 for {secret}")
+    assert sys.argv[1].endswith(secret[:20])
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files)
+    assert not [path for path in files if secret[:20].encode() in path.read_bytes()]
+
+
+def test_the_key_is_asked_for_where_wandb_asks(in_tmp, no_key):
     assert tracking.has_api_key() is False
