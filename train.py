@@ -9,16 +9,14 @@ python train.py --cfg job                                    # every key and its
 
 from recipes.cli import main
 from recipes.config import Config
+from recipes.programs import run_program
 from recipes.rundir import open_run
 
 
 def train(cfg: Config) -> None:
     """Open the run's directory, run the recipe in it, print how it ended."""
     with open_run(cfg) as run:
-        from recipes import finetune, pretrain  # torch and transformers: after the config has been found right
-
-        program = {"pretrain": pretrain.main, "finetune": finetune.main}[cfg.recipe]
-        program(cfg, run)
+        run_program(cfg, run)
     run.console.end(run.summary, run.path)
 
 

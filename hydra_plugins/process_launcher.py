@@ -38,5 +38,5 @@ class ProcessLauncher(Launcher):
         for overrides in job_overrides:
             node = self._loader.load_sweep_config(self._config, list(overrides))
             configs.append(cli.to_config(cli.without_hydra(node)))
-        sweep.run(configs[0], job_overrides, command=[sys.executable, sys.argv[0]], first=initial_job_idx)
+        sweep.run(configs, job_overrides, command=[sys.executable, sys.argv[0]], first=initial_job_idx)
         return [JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED) for overrides in job_overrides]

@@ -28,15 +28,20 @@ from recipes.train_state import TrainState
 from recipes.workload import workload_of
 
 
-def read_data(cfg: Config, tokenizer: Any, run: RunDir) -> Data:
-    """Build the data that `cfg.data` describes and note its fingerprint in the manifest."""
+def build_data_of(cfg: Config, tokenizer: Any) -> Data:
+    """Build the data that `cfg.data` describes."""
     chosen = cfg.data
-    data = build_data(
+    return build_data(
         chosen.source, tokenizer=tokenizer, seq_len=cfg.seq_len, batch_size=cfg.batch_size, packing=chosen.packing,
         path=chosen.path, name=chosen.name, subset=chosen.subset, split=chosen.split, column=chosen.column,
         max_documents=chosen.max_documents, eval_fraction=chosen.eval_fraction, shuffle=chosen.shuffle,
         streaming=chosen.streaming, augment=chosen.augment, seed=cfg.seed,
     )  # fmt: skip
+
+
+def read_data(cfg: Config, tokenizer: Any, run: RunDir) -> Data:
+    """Build the run's data and note its fingerprint in the manifest."""
+    data = build_data_of(cfg, tokenizer)
     run.describe(data=data.fingerprint)
     return data
 

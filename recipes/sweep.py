@@ -1,18 +1,16 @@
 """A sweep: jobs run one after the other, each in a process of its own, each a row of runs/SWEEP/sweep.json.
 
-run(cfg, [["+strategy=none"], ["+strategy=full"]], command=["python", "train.py"])
+Owns the order, the names and the record; what becomes of one process stands in recipes/sweep_job.py, what is drawn of a
+sweep in recipes/report.
+
+    run(configs, [["+strategy=none"], ["+strategy=full"]], command=["python", "train.py"])
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +19,50 @@ from recipes.console import sweep_table
 from recipes.errors import RunStopped
 from recipes.manifest import SCHEMA_VERSION, scrub
 from recipes.rundir import read_json, write_atomically
+from recipes.sweep_job import Ended, judge, run_process
 
-GRACE_SECONDS = 60
+Row = dict[str, Any]
+FINISHED = ("ok", "predicted_oom")
+"""Statuses that a second start leaves alone. A job that was predicted not to fit is an answer, not a failure."""
+
+_FROM_SUMMARY = ("peak_bytes", "predicted_peak_bytes", "tokens_per_second", "final_loss")
+# Overrides that change how a job is run, not what it computes.
+_HOW = re.compile(r"\+*(name|runs_dir|debug|output|on_predicted_oom|sweep\.\w+)=")
 
 
-def run(cfg: Config, jobs: Sequence[Sequence[str]], command: Sequence[str], first: int = 0) -> list[dict[str, Any]]:
-    """Run every job of `jobs` (their overrides) as `command OVERRIDES`, and return their rows.
+def run(configs: Sequence[Config], jobs: Sequence[Sequence[str]], command: Sequence[str], first: int = 0) -> list[Row]:
+    """Run every job of `jobs` (their overrides, one config each) as `command OVERRIDES`, and return their rows.
 
-    The rest run whatever becomes of one. Raises ValueError for a sweep that exists without sweep.resume, and
-    RunStopped("failed") in the end if any job did not end ok.
+    The rest run whatever becomes of one. `first`: number of the first job, above 0 when Hydra hands a sweep over in
+    parts. Raises ValueError for a sweep that exists without sweep.resume, and RunStopped in the end if any job did not
+    end ok (or was interrupted).
     """
+    cfg = configs[0]
     folder = Path(cfg.runs_dir) / str(cfg.sweep.name)
-    record = folder / "sweep.json"
-    earlier = {row["name"]: row for row in read_json(record).get("jobs", [])}
-    if folder.exists() and not cfg.sweep.resume:
-        raise ValueError(
-            f"{folder} exists already: run what is left of it with sweep.resume=true, or give another sweep.name."
-        )
-    if cfg.sweep.resume and not earlier:
-        raise ValueError(
-            f"sweep.resume=true, but {record} holds no sweep. Give its name with sweep.name=..., or leave resume out."
-        )
+    rows = {row["name"]: row for row in _earlier(folder, cfg.sweep.resume, first)}
+    names = job_names(jobs, first)
+    forced = any(_is_forced(overrides) for overrides in jobs)
+    done = {_what(row["overrides"]): row for row in rows.values() if _is_finished(row, forced)}
+    _refuse_other_jobs(rows, names, jobs, done, cfg)
     folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for name, overrides in zip(job_names(jobs, first), jobs, strict=True):
-        if earlier.get(name, {}).get("status") == "ok":
-            rows.append(earlier[name])
+    asked = []
+    for name, overrides, job in zip(names, jobs, configs, strict=True):
+        if _what(overrides) in done:
+            asked.append(done[_what(overrides)])
             continue
         _set_aside(folder / name)
+        _write(folder, rows.values())
         print(f"== {cfg.sweep.name}: {name}", flush=True)
-        rows.append(_run_job(folder, name, overrides, command))
-        _write(record, rows)
-        if rows[-1]["status"] == "interrupted":
+        ended = run_process(_words(command, overrides, name, folder), _seconds(cfg.sweep.job_timeout_minutes))
+        rows[name] = _row(folder / name, name, overrides, job, ended)
+        asked.append(rows[name])
+        if rows[name]["status"] == "interrupted":
             break
-    _write(record, rows)
-    sweep_table(rows)
-    _raise_for(rows, len(jobs), record, cfg)
-    return rows
+    _write(folder, rows.values())
+    sweep_table(asked)
+    _say_sync(folder)
+    _raise_for(asked, len(jobs), folder, cfg)
+    return asked
 
 
 def job_names(jobs: Sequence[Sequence[str]], first: int = 0) -> list[str]:
@@ -75,58 +80,73 @@ def job_names(jobs: Sequence[Sequence[str]], first: int = 0) -> list[str]:
     return names
 
 
-def _run_job(folder: Path, name: str, overrides: Sequence[str], command: Sequence[str]) -> dict[str, Any]:
+def _earlier(folder: Path, resume: bool, first: int) -> list[Row]:
+    """Read the rows of an earlier start, or of an earlier part of this one."""
+    record = folder / "sweep.json"
+    if resume and not record.exists():
+        raise ValueError(
+            f"sweep.resume=true, but {record} holds no sweep. Give its name with sweep.name=..., or leave resume out."
+        )
+    if folder.exists() and not resume and not first:
+        raise ValueError(
+            f"{folder} exists already: run what is left of it with sweep.resume=true, or give another sweep.name."
+        )
+    return read_json(record).get("jobs", [])
+
+
+def _refuse_other_jobs(
+    rows: Mapping[str, Row], names: Sequence[str], jobs: Sequence[Sequence[str]], done: Mapping, cfg: Config
+) -> None:
+    """Refuse to put another job in the place of one that this sweep holds already."""
+    for name, overrides in zip(names, jobs, strict=True):
+        there, now = _what(rows[name]["overrides"]) if name in rows else None, _what(overrides)
+        if there is None or there == now or now in done:
+            continue
+        raise ValueError(
+            f"sweep {cfg.sweep.name} ran its job {name} with {' '.join(sorted(there - now)) or 'fewer overrides'}, and "
+            f"now it is asked for with {' '.join(sorted(now - there)) or 'fewer'}. Give another sweep.name."
+        )
+
+
+def _is_finished(row: Row, forced: bool) -> bool:
+    return row["status"] in FINISHED and not (row["status"] == "predicted_oom" and forced)
+
+
+def _is_forced(overrides: Sequence[str]) -> bool:
+    """Tell whether a job is to run even if it is predicted not to fit."""
+    return any(word.lstrip("+") == "on_predicted_oom=warn" for word in overrides)
+
+
+def _what(overrides: Sequence[str]) -> frozenset[str]:
+    """What a job computes, to know it again whatever its number: its overrides, less how it is run."""
+    return frozenset(word.lstrip("+") for word in scrub(list(overrides)) if not _HOW.match(word))
+
+
+def _words(command: Sequence[str], overrides: Sequence[str], name: str, folder: Path) -> list[str]:
     own = [word for word in overrides if word.lstrip("+").partition("=")[0] not in ("name", "runs_dir", "sweep.resume")]
-    words = [*command, *own, f"name='{name}'", f"runs_dir='{folder}'"]
-    start = time.monotonic()
-    with subprocess.Popen(words, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, errors="replace") as job:
-        code, last, interrupted = _wait(job)
-    row = _row(folder / name, name, overrides, code, last, time.monotonic() - start)
-    return row | {"status": "interrupted"} if interrupted and row["status"] != "ok" else row
+    return [*command, *own, f"name='{name}'", f"runs_dir='{folder}'"]
 
 
-def _wait(job: subprocess.Popen) -> tuple[int, str, bool]:
-    """Pass a job's stderr on until it ends; return its exit code, its last line, and whether someone interrupted."""
-    last = ""
-    try:
-        for line in job.stderr:
-            sys.stderr.write(line)
-            last = line.strip() or last
-        return job.wait(), last, False
-    except KeyboardInterrupt as stop:
-        # Ctrl-C reached the job too; a SIGTERM reached this process alone, so it is handed on.
-        if getattr(stop, "signum", None) == signal.SIGTERM:
-            job.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            job.wait(GRACE_SECONDS)
-        job.kill()
-        return job.wait(), last, True
-
-
-def _row(path: Path, name: str, overrides: Sequence[str], code: int, last: str, seconds: float) -> dict[str, Any]:
-    """Judge a job by its exit code and by what it wrote itself; only both together make `ok`."""
+def _row(path: Path, name: str, overrides: Sequence[str], cfg: Config, ended: Ended) -> Row:
     summary = read_json(path / "summary.json")
-    status, error = summary.get("status"), summary.get("error")
-    if code < 0:
-        status, error = "killed", f"ended by {signal.Signals(-code).name}"
-    elif code == 0 and status != "ok":
-        status, error = "failed", "exited with code 0 before the run had ended"
-    elif code > 0 and status in (None, "running", "ok"):
-        status, error = "failed", last.removeprefix("error: ") or f"exit code {code}"
-    if summary and summary.get("status") == "running":
+    status, error = judge(ended, summary, cfg.sweep.job_timeout_minutes)
+    if summary and (summary.get("status"), summary.get("error")) != (status, error):
         write_atomically(
             path / "summary.json", json.dumps(summary | {"status": status, "error": error}, indent=2) + "\n"
         )
-    measured = {key: summary.get(key) for key in ("peak_bytes", "tokens_per_second", "final_loss")}
     return scrub(
         {
             "name": name,
             "overrides": list(overrides),
+            "strategy": cfg.strategy.name,
+            "model": cfg.model.name,
+            "seq_len": cfg.seq_len,
+            "batch_size": cfg.batch_size,
             "status": status,
-            "exit_code": code,
+            "exit_code": ended.code,
             "error": error,
-            "seconds": round(seconds, 2),
-            **measured,
+            "seconds": round(ended.seconds, 2),
+            **{key: summary.get(key) for key in _FROM_SUMMARY},
         }
     )
 
@@ -138,21 +158,29 @@ def _set_aside(path: Path) -> None:
         path.rename(path.with_name(f".{path.name}.try{number}"))
 
 
-def _write(record: Path, rows: Sequence[dict[str, Any]]) -> None:
-    write_atomically(record, json.dumps({"schema_version": SCHEMA_VERSION, "jobs": list(rows)}, indent=2) + "\n")
+def _write(folder: Path, rows: Sequence[Row]) -> None:
+    text = json.dumps({"schema_version": SCHEMA_VERSION, "jobs": list(rows)}, indent=2)
+    write_atomically(folder / "sweep.json", text + "\n")
 
 
-def _raise_for(rows: Sequence[dict[str, Any]], num_jobs: int, record: Path, cfg: Config) -> None:
+def _say_sync(folder: Path) -> None:
+    """Say how the jobs that W&B tracked offline are uploaded, all in one group."""
+    if any(folder.glob("*/wandb/offline-run-*")):
+        print(f"W&B: offline. Upload all jobs with: wandb sync {folder}/*/wandb/offline-run-*", flush=True)
+
+
+def _seconds(minutes: float | None) -> float | None:
+    return None if minutes is None else 60 * minutes
+
+
+def _raise_for(rows: Sequence[Row], num_jobs: int, folder: Path, cfg: Config) -> None:
+    again = f"the same command with sweep.name={cfg.sweep.name} sweep.resume=true."
     if rows[-1]["status"] == "interrupted":
-        raise RunStopped(
-            "interrupted",
-            f"interrupted after {len(rows) - 1} of {num_jobs} jobs. "
-            f"The rest: the same command with sweep.name={cfg.sweep.name} sweep.resume=true.",
-        )
-    bad = [f"{row['name']} ({row['status']})" for row in rows if row["status"] != "ok"]
+        raise RunStopped("interrupted", f"interrupted after {len(rows) - 1} of {num_jobs} jobs. The rest: {again}")
+    bad = [f"{row['name']} ({row['status']})" for row in rows if row["status"] not in FINISHED]
     if bad:
         raise RunStopped(
             "failed",
-            f"{len(bad)} of {num_jobs} jobs did not end ok: {', '.join(bad)}. Rows: {record}. "
-            f"Again, these alone: the same command with sweep.name={cfg.sweep.name} sweep.resume=true.",
+            f"{len(bad)} of {num_jobs} jobs did not end ok: {', '.join(bad)}. Rows: {folder / 'sweep.json'}. "
+            f"Again, these alone: {again}",
         )

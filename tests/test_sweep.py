@@ -1,5 +1,6 @@
 """A sweep: every job in a process of its own is a row, whatever becomes of it, and the rest run (case 19 of sweeps)."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from recipes import cli
+from recipes import cli, sweep_job
 from recipes.config import from_dict
 from recipes.errors import RunStopped
 from recipes.sweep import job_names, run
+from recipes.sweep_job import Ended, judge
 
 # Stands in for train.py: writes what a run writes, then ends as `fate` says.
 JOB = """
@@ -34,6 +36,18 @@ if fate == "oom":
     sys.exit(1)
 if fate == "exit0":
     sys.exit(0)
+if fate == "bad_alloc":
+    print("terminate called after throwing an instance of 'std::bad_alloc'", file=sys.stderr, flush=True)
+    os.abort()
+if fate == "predicted":
+    summary("predicted_oom", error="needs 80 GiB, and there are 79")
+    sys.exit(1)
+if fate == "hang":
+    import time
+    time.sleep(600)
+if fate == "orphan":
+    import subprocess
+    subprocess.Popen(["sleep", "8"], stderr=sys.stderr)  # outlives this job and holds its stderr open
 if fate == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 if fate == "mistake":
@@ -57,8 +71,10 @@ def command(in_tmp):
     return [sys.executable, "job.py"]
 
 
-def config(**sweep):
-    return from_dict({"model": {"name": "small"}, "tracker": "none", "sweep": {"name": "fates", **sweep}})
+def sweep(jobs, command, **keys):
+    """Run jobs that all have one config."""
+    cfg = from_dict({"model": {"name": "small"}, "tracker": "none", "sweep": {"name": "fates", **keys}})
+    return run([cfg] * len(jobs), jobs, command)
 
 
 def rows():
@@ -72,7 +88,7 @@ def jobs(*fates):
 def test_every_end_of_a_job_is_a_row_and_the_rest_run(command):
     fates = ("fine", "raise", "oom", "exit0", "kill", "mistake", "fine2")
     with pytest.raises(RunStopped, match="5 of 7 jobs did not end ok") as caught:
-        run(config(), jobs(*fates), command)
+        sweep(jobs(*fates), command)
     assert caught.value.status == "failed"
     assert [row["status"] for row in rows()] == ["ok", "failed", "oom", "failed", "killed", "failed", "ok"]
     assert [row["exit_code"] for row in rows()] == [0, 1, 1, 0, -9, 2, 0]
@@ -84,10 +100,10 @@ def test_every_end_of_a_job_is_a_row_and_the_rest_run(command):
 
 def test_a_second_start_runs_only_what_did_not_end_ok(command):
     with pytest.raises(RunStopped):
-        run(config(), jobs("fine", "kill", "fine2"), command)
+        sweep(jobs("fine", "kill", "fine2"), command)
     stamps = {name: os.stat(f"runs/fates/{name}").st_mtime_ns for name in ("00-fate=fine", "02-fate=fine2")}
     Path("job.py").write_text(JOB.replace('fate == "kill"', "False"))
-    run(config(resume=True), jobs("fine", "kill", "fine2"), command)
+    sweep(jobs("fine", "kill", "fine2"), command, resume=True)
     assert [row["status"] for row in rows()] == ["ok", "ok", "ok"]
     assert stamps == {name: os.stat(f"runs/fates/{name}").st_mtime_ns for name in stamps}
     # What the first start left of the job is still there.
@@ -95,14 +111,14 @@ def test_a_second_start_runs_only_what_did_not_end_ok(command):
 
 
 def test_an_existing_sweep_is_an_error_without_resume(command):
-    run(config(), jobs("fine"), command)
+    sweep(jobs("fine"), command)
     with pytest.raises(ValueError, match=r"sweep\.resume=true"):
-        run(config(), jobs("fine"), command)
+        sweep(jobs("fine"), command)
 
 
 def test_resume_of_no_sweep_is_an_error(command):
     with pytest.raises(ValueError, match="holds no sweep"):
-        run(config(resume=True), jobs("fine"), command)
+        sweep(jobs("fine"), command, resume=True)
     assert not Path("runs").exists()
 
 
@@ -121,7 +137,7 @@ def test_job_names_are_folder_names():
 
 
 def test_secrets_stay_out_of_the_rows(command):
-    run(config(), [["++fate=fine", "++x.api_key=geheim123"]], command)
+    sweep([["++fate=fine", "++x.api_key=geheim123"]], command)
     assert "geheim123" not in Path("runs/fates/sweep.json").read_text()
 
 
@@ -135,9 +151,69 @@ def test_a_sigterm_reaches_the_job_is_recorded_and_ends_the_sweep(command):
     threading.Thread(target=terminate_when_ready, daemon=True).start()
     try:
         with pytest.raises(RunStopped, match=r"interrupted after 1 of 3 jobs.*sweep\.resume=true") as caught:
-            run(config(), jobs("fine", "sleep", "fine2"), command)
+            sweep(jobs("fine", "sleep", "fine2"), command)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert cli.exit_code(caught.value) == cli.INTERRUPTED
     assert [row["status"] for row in rows()] == ["ok", "interrupted"]
     assert json.loads(Path("runs/fates/01-fate=sleep/summary.json").read_text())["error"] == "stopped"
+
+
+def test_a_job_past_its_time_is_a_timeout_and_the_rest_run(command):
+    with pytest.raises(RunStopped, match=r"01-fate=hang \(timeout\)"):
+        sweep(jobs("fine", "hang", "fine2"), command, job_timeout_minutes=0.02)
+    assert [row["status"] for row in rows()] == ["ok", "timeout", "ok"]
+    assert "0.02 minutes" in rows()[1]["error"] and rows()[1]["exit_code"] == -signal.SIGTERM
+    assert json.loads(Path("runs/fates/01-fate=hang/summary.json").read_text())["status"] == "timeout"
+
+
+def test_memory_that_runs_out_in_a_library_is_an_oom(command):
+    with pytest.raises(RunStopped):
+        sweep(jobs("bad_alloc", "fine"), command)
+    assert [row["status"] for row in rows()] == ["oom", "ok"] and "bad_alloc" in rows()[0]["error"]
+
+
+def test_a_kill_by_the_kernel_for_want_of_memory_is_an_oom():
+    by_kernel = Ended(code=-signal.SIGKILL, tail=(), seconds=1.0, oom_kills=1)
+    assert judge(by_kernel, {"status": "running"})[0] == "oom"
+    assert judge(dataclasses.replace(by_kernel, oom_kills=0), {"status": "running"})[0] == "killed"
+
+
+def test_a_grandchild_that_stays_does_not_hold_the_sweep_up(command, monkeypatch):
+    monkeypatch.setattr(sweep_job, "_DRAIN_SECONDS", 0.2)
+    start = time.monotonic()
+    sweep(jobs("orphan", "fine"), command)
+    assert [row["status"] for row in rows()] == ["ok", "ok"] and time.monotonic() - start < 8
+
+
+def test_a_job_predicted_not_to_fit_is_an_answer_and_is_asked_again_only_when_forced(command):
+    sweep(jobs("predicted", "fine"), command)
+    assert [row["status"] for row in rows()] == ["predicted_oom", "ok"]
+    Path("job.py").write_text(JOB.replace('fate == "predicted"', "False"))
+    sweep(jobs("predicted", "fine"), command, resume=True)
+    assert rows()[0]["status"] == "predicted_oom"
+    sweep([[*words, "++on_predicted_oom=warn"] for words in jobs("predicted", "fine")], command, resume=True)
+    assert [row["status"] for row in rows()] == ["ok", "ok"]
+
+
+def test_a_resumed_sweep_may_grow_and_knows_its_jobs_by_what_they_compute(command):
+    sweep(jobs("fine", "fine3"), command)
+    stamp = os.stat("runs/fates/01-fate=fine3").st_mtime_ns
+    asked = sweep(jobs("fine", "fine2", "fine3"), command, resume=True)
+    assert [row["name"] for row in asked] == ["00-fate=fine", "01-fate=fine2", "01-fate=fine3"]
+    assert os.stat("runs/fates/01-fate=fine3").st_mtime_ns == stamp and len(rows()) == 3
+
+
+def test_a_resumed_sweep_refuses_other_jobs_under_the_same_names(command):
+    sweep(jobs("fine", "fine2"), command)
+    with pytest.raises(ValueError, match=r"steps=5.*another sweep\.name"):
+        sweep([[*words, "++steps=5"] for words in jobs("fine", "fine2")], command, resume=True)
+    assert [row["status"] for row in rows()] == ["ok", "ok"]
+
+
+def test_a_sweep_killed_in_its_first_job_can_be_resumed(command):
+    Path("runs/fates").mkdir(parents=True)
+    Path("runs/fates/sweep.json").write_text('{"schema_version": 1, "jobs": []}')
+    Path("runs/fates/00-fate=fine").mkdir()
+    sweep(jobs("fine", "fine2"), command, resume=True)
+    assert [row["status"] for row in rows()] == ["ok", "ok"]
