@@ -1,7 +1,7 @@
 """Read what runs and sweeps left behind, and say in one line what is wrong with a folder that holds neither.
 
-    run = read_run("runs/NAME")            # run.config, run.manifest, run.summary, run.metrics
-    rows = read_sweep("runs/SWEEP")        # the rows of sweep.json
+run = read_run("runs/NAME")            # run.config, run.manifest, run.summary, run.metrics
+rows = read_sweep("runs/SWEEP")        # the rows of sweep.json
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def check_schema(path: Path, values: dict[str, Any]) -> None:
     version = values.get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
         raise ValueError(
-            f"{path} has schema_version {version!r}, and this program reads {SCHEMA_VERSION}: use the commit that wrote it."
+            f"{path} has schema_version {version!r}, and this program reads {SCHEMA_VERSION}: "
+            "use the commit that wrote it."
         )
 
 

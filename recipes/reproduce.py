@@ -26,7 +26,7 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "bf16_pure": 2e-2}
 """Largest relative difference of a loss on another stack, by dtype."""
 PEAK_TOLERANCE = 0.01
 COMPARED = ("loss", "grad_norm", "eval_loss")
-_STACK_PACKAGES = ("torch", "transformers", "numpy", "peft", "triton", "flash-attn", "flash-attn-3", "liger-kernel", "kernels")
+_STACK = ("torch", "transformers", "numpy", "peft", "triton", "flash-attn", "flash-attn-3", "liger-kernel", "kernels")
 
 
 class Difference(NamedTuple):
@@ -81,7 +81,7 @@ def compare_stacks(manifest: dict[str, Any], cfg: Config) -> Iterator[Difference
 
     here = collect([])
     packages, packages_here = manifest.get("packages", {}), here["packages"]
-    for name in _STACK_PACKAGES:
+    for name in _STACK:
         yield from _compare(name, packages.get(name), packages_here.get(name))
     yield from _compare("Python", manifest.get("python"), here["python"], matters=False)
     for name, words in (("device", "device"), ("world_size", "number of ranks")):
@@ -148,15 +148,15 @@ def kernel_here(cfg: Config) -> str:
 
     config = load_config(cfg.model, cfg.seq_len)
     device, packing = choose_device(cfg.device), cfg.data.packing
-    return choose(
-        config, cfg.attn, device=device, dtype=DTYPES[cfg.dtype], packing=packing, seq_len=cfg.seq_len
-    ).kernel
+    return choose(config, cfg.attn, device=device, dtype=DTYPES[cfg.dtype], packing=packing, seq_len=cfg.seq_len).kernel
 
 
 def _refuse_unfinished(recorded: Recorded) -> None:
     status = recorded.summary.get("status")
     if status is None or not recorded.manifest or not recorded.metrics:
-        raise ValueError(f"{recorded.path} is half written: a run that can be compared has a manifest, metrics and a summary.")
+        raise ValueError(
+            f"{recorded.path} is half written: to be compared it needs manifest.json, metrics.jsonl and summary.json."
+        )
     if status != "ok":
         raise ValueError(f"{recorded.path} ended with status {status}: only a run that ended ok can be reproduced.")
 

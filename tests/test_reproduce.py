@@ -33,8 +33,8 @@ def first(tmp_path_factory):
     for number in range(3):
         (folder / "text" / f"{number}.txt").write_text(f"Document {number}. " + "words and more words. " * 20)
     cfg = from_dict({
-        "runs_dir": str(folder / "runs"), "name": "first", "tracker": "none", "steps": 4, "seq_len": 64, "device": "cpu",
-        "model": TINY, "data": {"source": "text", "path": str(folder / "text"), "eval_fraction": 0.0},
+        "runs_dir": str(folder / "runs"), "name": "first", "tracker": "none", "steps": 4, "seq_len": 64,
+        "device": "cpu", "model": TINY, "data": {"source": "text", "path": str(folder / "text"), "eval_fraction": 0.0},
         "eval": {"batches": 0}, "strategy": {"name": "selective"},
     })  # fmt: skip
     with open_run(cfg) as run:
@@ -66,7 +66,8 @@ def again(path):
 
 def test_a_run_is_reproduced_bit_by_bit_on_the_same_stack(copy):
     verdict, said = again(copy)
-    assert verdict.reproduced and verdict.text.startswith("reproduced: 4 steps, losses and gradient norms equal bit by bit")
+    assert verdict.reproduced
+    assert verdict.text.startswith("reproduced: 4 steps, losses and gradient norms equal bit by bit")
     assert "peak" in verdict.text and "(+0.00%)" in verdict.text
     assert not any(difference.matters for difference in verdict.differences)
     assert "same stack" in said[-1]
@@ -97,7 +98,7 @@ def test_another_stack_is_listed_and_held_to_the_tolerance(copy):
 
 def altered(first, step=None, loss=0.0, peak=1.0):
     recorded = read_run(first)
-    metrics = [line | {"loss": line["loss"] * (1 + loss)} if line["step"] == step else line for line in recorded.metrics]
+    metrics = [{**m, "loss": m["loss"] * (1 + loss * (m["step"] == step))} for m in recorded.metrics]
     summary = recorded.summary | {"peak_bytes": int(recorded.summary["peak_bytes"] * peak)}
     return dataclasses.replace(recorded, metrics=metrics, summary=summary)
 
@@ -116,7 +117,8 @@ def test_losses_and_peaks_are_held_to_their_tolerance(first, change, tolerance, 
 
 def test_a_run_cut_short_differs(first):
     recorded = read_run(first)
-    assert "4 steps recorded, 3 now" in compare_runs(recorded, dataclasses.replace(recorded, metrics=recorded.metrics[:3]), None).text
+    short = dataclasses.replace(recorded, metrics=recorded.metrics[:3])
+    assert "4 steps recorded, 3 now" in compare_runs(recorded, short, None).text
 
 
 def spoil(path, what):
