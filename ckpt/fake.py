@@ -62,6 +62,10 @@ class Always:
         return self._known
 
 
+class Unpredictable(ValueError):
+    """A model or workload whose memory cannot be known from shapes alone; the message names what stands in the way."""
+
+
 _ALIASES = frozenset({aten.detach.default, aten.alias.default})
 _ASKED = frozenset({aten._local_scalar_dense.default, aten.nonzero.default, aten.max.default})
 _REFUSALS = (
@@ -152,8 +156,8 @@ def fake_copy(model: nn.Module | PreTrainedConfig, mode: FakeMode) -> nn.Module:
     Tied parameters stay tied, hooks and patches of instances are copied as `copy.deepcopy` does; the original is not
     touched. Gradients are not copied.
 
-    Raises ValueError for a config that is no causal LM's or cannot be built, and for parameters that are no plain
-    tensors (quantised, sharded).
+    Raises ValueError for a config that is no causal LM's or cannot be built, and Unpredictable (a ValueError) for
+    parameters that are no plain tensors (quantised, sharded).
     """
     if isinstance(model, PreTrainedConfig):
         model = on_meta(model)
@@ -198,7 +202,7 @@ def _fake(name: str, tensor: torch.Tensor) -> torch.Tensor:
         isinstance(tensor, nn.Parameter) and type(tensor.data) in (torch.Tensor, FakeTensor)
     )
     if not plain or tensor.layout is not torch.strided or hasattr(tensor, "quant_state"):
-        raise ValueError(
+        raise Unpredictable(
             f"{name} is a {type(tensor).__name__}, whose memory cannot be predicted. Give the model with plain "
             "tensors: before it is quantised or sharded, or its config."
         )
@@ -243,7 +247,7 @@ def real_path(mode: FakeMode, one_document: bool) -> Iterator[None]:
 
 @contextmanager
 def naming_refusals() -> Iterator[None]:
-    """Turn what fake tensors cannot do into a ValueError that names the op and the line of the model that asked for
+    """Turn what fake tensors cannot do into an Unpredictable that names the op and the line of the model that asked for
     it."""
     try:
         yield
@@ -253,7 +257,7 @@ def naming_refusals() -> Iterator[None]:
             what = f"op {op} cannot run on fake tensors"
         else:
             what = f"op {op} lets the values of a tensor decide what happens next, and a prediction has none"
-        raise ValueError(
+        raise Unpredictable(
             f"this model's forward cannot be predicted: {what} ({_place(error)}). Measure a real step instead "
             "(ckpt.measure), or give a module without that op."
         ) from error

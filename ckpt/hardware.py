@@ -59,9 +59,14 @@ class Device:
         return self.cublas_bytes is not None
 
     @property
+    def reserved_bytes(self) -> int:
+        """Bytes that a process takes before a step may have any."""
+        return _CONTEXT_BYTES if self.is_cuda else 0
+
+    @property
     def usable_bytes(self) -> int:
         """Bytes that a training step may take."""
-        return self.memory_bytes - (_CONTEXT_BYTES if self.is_cuda else 0)
+        return self.memory_bytes - self.reserved_bytes
 
     def seconds(self, rows: Iterable[OpCost]) -> float:
         """Estimate the time of ops run one after the other, each by its roofline (Williams et al. 2009)."""
@@ -152,6 +157,17 @@ def find_by_cuda_name(name: str, memory_bytes: int) -> Device | None:
     return None
 
 
+def at_hand(device: torch.device | str) -> Device:
+    """Return what a torch device is: of the table, with the memory that it really has; figures of an A100 for a CUDA
+    device that is not in it."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return _cpu()
+    properties = torch.cuda.get_device_properties(device)
+    known = find_by_cuda_name(properties.name, properties.total_memory)
+    return known or dataclasses.replace(find("a100_80"), name=properties.name, memory_bytes=properties.total_memory)
+
+
 def _cpu() -> Device:
     """The machine at hand, by rules of thumb: 40 GFLOP/s and 8 GB/s a thread. `measure_device` is better."""
     threads = torch.get_num_threads()
@@ -193,12 +209,7 @@ def measure_device(device: torch.device | str, dtype: torch.dtype) -> Device:
         bandwidth = 2 * source.numel() * 4 / _best_of(lambda: target.copy_(source), device)
         tiny = torch.zeros(1, device=device)
         op_seconds = _best_of(lambda: [tiny.add_(1) for _ in range(100)], device) / 100
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        known = find_by_cuda_name(properties.name, properties.total_memory)
-        basis = known or dataclasses.replace(find("a100_80"), memory_bytes=properties.total_memory)
-    else:
-        basis = _cpu()
+    basis = at_hand(device)
     flops = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), matmul)
     return dataclasses.replace(
         basis, name="measure", flops=flops, bandwidth=bandwidth, matmul_share=1.0, bandwidth_share=1.0,

@@ -1,10 +1,11 @@
 """The parts of a run put together, in the one order that works:
 
-    adapter -> number format -> attention -> ckpt.apply -> compile -> optimizer -> train state
+    prediction -> adapter -> number format -> attention -> ckpt.apply -> compile -> optimizer -> train state
 
-Adapters first: they add modules inside the layers. The number format before `ckpt.apply`, so that what is measured and
-planned has its final dtype. Compilation after it, since it captures what is there. The optimizer last: it must hold the
-parameters that are trained in the end. `pretrain.py` and `finetune.py` are the programs that use these parts.
+The prediction first: it needs no weights. Adapters next: they add modules inside the layers. The number format before
+`ckpt.apply`, so that what is measured has its final dtype. Compilation after it, since it captures what is there. The
+optimizer last: it must hold the parameters that are trained in the end. `pretrain.py` and `finetune.py` are the programs
+that use these parts.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt import strategies
 from ckpt.attention import choose, prepare, watch_masks
 from ckpt.layers import find_layers
 from recipes.config import Config
 from recipes.data import Data, build_data
+from recipes.forecast import Foreseen
 from recipes.loop import unwrapped
 from recipes.optim import build_optimizer, build_scheduler
 from recipes.precision import DTYPES, Precision
@@ -59,8 +60,8 @@ def set_attention(cfg: Config, model: nn.Module, device: torch.device, run: RunD
     run.describe(attention={"implementation": choice.implementation, "kernel": choice.kernel, "why": choice.why})
 
 
-def apply_strategy(cfg: Config, model: nn.Module, run: RunDir) -> ckpt.Applied:
-    """Put the chosen strategy in force, then compile the decoder layers if asked to.
+def apply_strategy(cfg: Config, model: nn.Module, foreseen: Foreseen, run: RunDir) -> ckpt.Applied:
+    """Put the chosen strategy in force as it was planned, then compile the decoder layers if asked to.
 
     Raises ValueError where torch.compile would ignore the strategy.
     """
@@ -70,8 +71,7 @@ def apply_strategy(cfg: Config, model: nn.Module, run: RunDir) -> ckpt.Applied:
             f"compile=true with strategy {chosen.name}: compiled layers would ignore what is to be replayed and keep "
             "everything. Use compile=false, or +strategy=none."
         )
-    strategy = strategies.make(chosen.name, **chosen.fields)
-    handle = ckpt.apply(model, strategy, workload_of(cfg), loss=cfg.loss, tile_mlp=cfg.tile_mlp)
+    handle = ckpt.apply(model, foreseen.strategy, workload_of(cfg), loss=cfg.loss, tile_mlp=foreseen.tile_mlp)
     if chosen.name == "none":
         run.console.say("strategy none: every activation is kept; +strategy=selective replays layers, attention kept")
     if cfg.compile:

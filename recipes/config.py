@@ -119,9 +119,12 @@ class Wandb:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Device for predictions and utilization."""
+    """Device that predictions are for."""
 
-    name: Literal["auto"] = key("auto", "auto: the device in use")
+    name: Literal[
+        "auto", "measure", "cpu", "a100_40", "a100_80", "h100", "h200", "l40s", "rtx4090", "rtx5090"
+    ] = key("auto", "auto: the device in use; measure: the same, its speed calibrated by a few kernels")
+    memory_gib: float | None = key(None, "memory that a step may take, in GiB; null: what the device has", above=0)
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,9 @@ class Config:
     save_every: int = key(0, "steps between train states; 0: only at the end", at_least=0)
     export: bool = key(False, "write the trained model with save_pretrained, to export/ in the run's directory")
     tracker: Literal["wandb", "none"] = key("wandb", "where metrics go besides metrics.jsonl")
-    on_predicted_oom: Literal["warn", "error"] = key("warn", "what to do when the predicted peak exceeds the device")
+    on_predicted_oom: Literal["warn", "error"] = key(
+        "warn", "when the predicted peak exceeds the device; error: the run ends before step 1, status predicted_oom"
+    )
     output: Literal["table", "json"] = key("table", "how results are printed")
     debug: bool = key(False, "show the traceback of an error")
     model: Model = section(Model, "what is trained")
@@ -177,7 +182,7 @@ class Config:
     peft: Peft = section(Peft, "parameter-efficient fine-tuning")
     parallel: Parallel = section(Parallel, "over which ranks")
     eval: Eval = section(Eval, "held-out loss")
-    hardware: Hardware = section(Hardware, "device for predictions and utilization")
+    hardware: Hardware = section(Hardware, "device that predictions are for")
     wandb: Wandb = section(Wandb, "Weights & Biases")
     sweep: Sweep = section(Sweep, "multirun (-m)")
 
@@ -205,8 +210,6 @@ def check(cfg: Config) -> None:
         raise ValueError(f"name={cfg.name!r} is no folder name: use letters, digits and - _ . = , + only.")
     if cfg.sweep.name is not None and not _FILE_NAME.fullmatch(cfg.sweep.name):
         raise ValueError(f"sweep.name={cfg.sweep.name!r} is no folder name: use letters, digits and - _ . = , + only.")
-    if cfg.on_predicted_oom == "error":
-        raise ValueError("on_predicted_oom=error: runs are not predicted yet, so leave it at warn.")
     if cfg.resume and cfg.name is None:
         raise ValueError("resume=true needs the run to continue: name=... as it stands under runs_dir.")
     if cfg.model.name is None and not cfg.model.config:

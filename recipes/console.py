@@ -107,7 +107,7 @@ def end_rows(summary: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
     if peak is not None:
         rows.append(("peak memory", mib(peak)))
     if predicted is not None:
-        error = f" ({(predicted - peak) / peak:+.1%})" if peak else ""
+        error = f" ({round((predicted - peak) / peak, 4) + 0.0:+.2%})" if peak else ""
         rows.append(("predicted peak", mib(predicted) + error))
     residents = summary.get("residents") or {}
     rows += [(f"  {name.replace('_', ' ')}", mib(residents[name])) for name in RESIDENTS if name in residents]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from recipes.assemble import apply_strategy, make_train_state, read_data, resume, set_attention
 from recipes.config import Config
 from recipes.device import be_deterministic, choose_device
+from recipes.forecast import foresee
 from recipes.loop import evaluate, loss_takes_num_items, train
 from recipes.meter import Meter, device_peak
 from recipes.model import add_adapter, build_model, build_tokenizer, describe, export, load_config
@@ -29,13 +30,14 @@ def main(cfg: Config, run: RunDir) -> None:
     config = load_config(cfg.model, cfg.seq_len)
     tokenizer = build_tokenizer(cfg.model, config)
     data = read_data(cfg, tokenizer, run)
+    foreseen = foresee(cfg, config, device, run)
 
     seed_everything(cfg.seed)
     model = add_adapter(build_model(cfg.model, config, device), cfg.peft)
     run.console.say(describe(model, cfg.model))
     precision = prepare(model, cfg.dtype)
     set_attention(cfg, model, device, run)
-    handle = apply_strategy(cfg, model, run)
+    handle = apply_strategy(cfg, model, foreseen, run)
     state = make_train_state(cfg, model, precision, data)
     start = resume(cfg, state, run)
 

@@ -1,0 +1,49 @@
+"""What a prediction needs of a config: the model without its weights, the workload, the device. No weight is loaded.
+
+Used by every training run before its first step (`recipes/forecast.py`) and by plan.py.
+
+    model = model_without_weights(cfg, load_config(cfg.model, cfg.seq_len))
+    ckpt.predict(model, "selective", workload_of(cfg), target_device(cfg, "cpu"))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ckpt import hardware
+from ckpt.attention import choose, prepare
+from ckpt.hardware import GIB, Device
+from ckpt.predict import as_device
+from recipes.config import Config
+from recipes.loop import unwrapped
+from recipes.model import add_adapter, build_model
+from recipes.precision import DTYPES
+
+
+def model_without_weights(cfg: Config, config: PreTrainedConfig) -> nn.Module:
+    """Make what a run of `cfg` trains, on meta: the model, its adapter, its attention.
+
+    Raises ValueError for what the run would refuse too: packing that a family cannot isolate, an adapter that fits no
+    module.
+    """
+    model = add_adapter(build_model(cfg.model, config, "meta"), cfg.peft)
+    # Kernels differ in speed and scratch, not in what they save: whichever flash kernel a run takes, its tensors are
+    # those of the CPU's.
+    requested = cfg.attn if cfg.attn in ("sdpa", "eager") else "auto"
+    packing = cfg.data.packing
+    chosen = choose(unwrapped(model), requested, dtype=DTYPES[cfg.dtype], packing=packing, seq_len=cfg.seq_len)
+    prepare(model, packing, chosen.implementation)
+    return model
+
+
+def target_device(cfg: Config, device: torch.device | str) -> Device:
+    """Return the device that predictions of a run on `device` are for, by `hardware.name` and `hardware.memory_gib`."""
+    name = cfg.hardware.name
+    chosen = hardware.at_hand(device) if name == "auto" else as_device(name, cfg.dtype)
+    if cfg.hardware.memory_gib is None:
+        return chosen
+    return dataclasses.replace(chosen, memory_bytes=int(cfg.hardware.memory_gib * GIB) + chosen.reserved_bytes)
