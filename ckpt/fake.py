@@ -41,7 +41,7 @@ aten = torch.ops.aten
 
 
 class Answers(Protocol):
-    """What is known of values: of an op's result (None: run it), and of a tensor that Python reads (None: not known)."""
+    """What is known of values: of an op's result (None: run it), of a tensor that Python reads (None: not known)."""
 
     def op(self, func: Any, args: tuple) -> torch.Tensor | None: ...
 
@@ -111,9 +111,8 @@ class FakeMode(FakeTensorMode):
                 return super().__torch_dispatch__(func, types, args, kwargs)
             finally:
                 self.cache_enabled = True
-        if self._answers and func in _ASKED:
-            if (answer := self._answer(func, types, args, kwargs)) is not None:
-                return answer
+        if self._answers and func in _ASKED and (answer := self._answer(func, types, args, kwargs)) is not None:
+            return answer
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -4,8 +4,8 @@
 
 The prediction first: it needs no weights. Adapters next: they add modules inside the layers. The number format before
 `ckpt.apply`, so that what is measured has its final dtype. Compilation after it, since it captures what is there. The
-optimizer last: it must hold the parameters that are trained in the end. `pretrain.py` and `finetune.py` are the programs
-that use these parts.
+optimizer last: it must hold the parameters that are trained in the end. `pretrain.py` and `finetune.py` are the
+programs that use these parts.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def foresee(cfg: Config, config: PreTrainedConfig, device: torch.device, run: Ru
             tiles = choose_tiles(simulator, strategy, cfg.loss)
         ran = simulator.run(strategy, tile_mlp=tiles)
     except Exception as error:
-        # A mistake is the same without a prediction. All else (an op without a fake kernel, a forward that reads values)
-        # says nothing about the run.
+        # A mistake is the same without a prediction. All else (an op without a fake kernel, a forward that reads
+        # values) says nothing about the run.
         if is_mistake(error) and not isinstance(error, Unpredictable):
             raise
         run.console.say(f"not predicted: {one_line(error)}")

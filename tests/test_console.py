@@ -20,7 +20,7 @@ SUMMARY = {
 
 def test_the_table_shows_what_was_measured():
     rows = dict(end_rows(SUMMARY, Path("runs/x")))
-    assert rows["peak memory"] == "300.0 MiB" and rows["predicted peak"] == "303.0 MiB (+1.0%)"
+    assert rows["peak memory"] == "300.0 MiB" and rows["predicted peak"] == "303.0 MiB (+1.00%)"
     assert rows["  activations"] == "200.0 MiB" and rows["loss"] == "5.900 -> 2.500"
     assert rows["ops"] == "8 kept, 1,200 replayed, 0 offloaded" and rows["recompute"] == "25.0% of the step's FLOPs"
     assert rows["speed"] == "2,346 tokens/s" and rows["files"] == "runs/x"
