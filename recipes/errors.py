@@ -61,6 +61,8 @@ def is_disk_full(error: BaseException) -> bool:
 def one_line(error: BaseException) -> str:
     """Say what an exception said, in one line and without secrets."""
     text = " ".join(str(error).split())
+    if is_disk_full(error) and len(error.args) == 1:
+        return scrub(text)  # our own words, see train_state
     if is_disk_full(error):
         where = f" for {error.filename}" if error.filename else ""
         text = f"no space left on the disk{where}: free some, or give a folder on another disk with runs_dir=..."

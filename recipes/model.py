@@ -1,8 +1,7 @@
 """The model and its tokenizer, from `model.*`; the adapter, from `peft.*`.
 
-Owns where weights come from, the check of the context against the model's positions, and LoRA. Knows no strategy.
-Nothing is fetched from a hub unless `model.name` names something there, and no code of a hub runs without
-`model.trust_remote_code`.
+Owns what is made of the config, the check of the context against the model's positions, and LoRA. Where files come from
+is `recipes.hub`'s. Knows no strategy.
 
     config = load_config(cfg.model, cfg.seq_len)
     model = build_model(cfg.model, config, device="cuda")     # device="meta": shapes alone
@@ -12,12 +11,10 @@ Nothing is fetched from a hub unless `model.name` names something there, and no 
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import difflib
 import importlib.util
-import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.byt5 import ByT5Tokenizer
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from recipes.config import Model, Peft, RopeScaling
-
-PACKAGE = "package:"
-"""Prefix of a `model.name` that is a folder inside an installed Python package."""
+from recipes.hub import PACKAGE, first_line, from_where, no_bars_off_terminals, reach
 
 
 def load_config(chosen: Model, seq_len: int) -> PreTrainedConfig:
@@ -44,7 +38,7 @@ def load_config(chosen: Model, seq_len: int) -> PreTrainedConfig:
     if chosen.init == "random" and chosen.config:
         config = _written_out(dict(chosen.config))
     else:
-        config = _reach(chosen, lambda name: AutoConfig.from_pretrained(name, **_from_where(chosen)))
+        config = reach(chosen, lambda name: AutoConfig.from_pretrained(name, **from_where(chosen)))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not _brings_own_class(chosen, config):
         raise ValueError(
             f"model {_label(chosen)} is a {type(config).__name__}, which is no causal language model. "
@@ -69,9 +63,9 @@ def build_model(chosen: Model, config: PreTrainedConfig, device: torch.device | 
         options: dict[str, Any] = {"dtype": "auto"}
         if chosen.gguf_file:  # without dequantize=True, save_pretrained raises afterwards (transformers 5.24)
             options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
-        model = _reach(
+        model = reach(
             chosen,
-            lambda name: AutoModelForCausalLM.from_pretrained(name, config=config, **_from_where(chosen), **options),
+            lambda name: AutoModelForCausalLM.from_pretrained(name, config=config, **from_where(chosen), **options),
         )
         model = model.to(device)
     return model.train()
@@ -85,14 +79,10 @@ def build_tokenizer(chosen: Model, config: PreTrainedConfig) -> Any:
     if chosen.tokenizer == "byte":
         tokenizer = ByT5Tokenizer()
     elif chosen.tokenizer == "auto":
-        tokenizer = _reach(
-            chosen, lambda name: AutoTokenizer.from_pretrained(name, **_from_where(chosen)), what="tokenizer of "
-        )
+        tokenizer = _reach_tokenizer(chosen, "tokenizer of ")
     else:
         other = Model(name=chosen.tokenizer, trust_remote_code=chosen.trust_remote_code)
-        tokenizer = _reach(
-            other, lambda name: AutoTokenizer.from_pretrained(name, **_from_where(other)), what="tokenizer "
-        )
+        tokenizer = _reach_tokenizer(other, "tokenizer ")
     num_embeddings = _text(config).vocab_size
     if len(tokenizer) > num_embeddings:
         raise ValueError(
@@ -126,12 +116,12 @@ def add_adapter(model: nn.Module, peft: Peft) -> nn.Module:
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
             return get_peft_model(model, adapter).train()
     except ValueError as error:
-        raise ValueError(f"peft.targets={peft.targets!r} does not fit this model: {_first_line(error)}") from error
+        raise ValueError(f"peft.targets={peft.targets!r} does not fit this model: {first_line(error)}") from error
 
 
 def export(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     """Write what plain Transformers (or, of an adapter, peft) loads with `from_pretrained(folder)`."""
-    with _no_bars_off_terminals():
+    with no_bars_off_terminals():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -156,73 +146,26 @@ def _written_out(values: dict[str, Any]) -> PreTrainedConfig:
             else f"model.config.model_type={model_type!r} is no architecture of the installed Transformers."
         )
     try:
-        return CONFIG_MAPPING[model_type](**values)
+        config = CONFIG_MAPPING[model_type](**values)
     except Exception as error:  # each config class, and huggingface_hub's validation, has its own kinds
-        raise ValueError(f"model.config is no valid {model_type} config: {_first_line(error)}") from error
+        raise ValueError(f"model.config is no valid {model_type} config: {first_line(error)}") from error
+    _refuse_unknown_fields(config, values, model_type)
+    return config
 
 
-def _from_where(chosen: Model) -> dict[str, Any]:
-    """Return what selects files of a model, as all `from_pretrained` take it."""
-    # trust_remote_code is given even when false: left out, Transformers asks at the terminal.
-    where = {"revision": chosen.revision, "gguf_file": chosen.gguf_file, "trust_remote_code": chosen.trust_remote_code}
-    return {name: value for name, value in where.items() if value is not None}
+def _refuse_unknown_fields(config: PreTrainedConfig, values: dict[str, Any], model_type: str) -> None:
+    """Refuse a name that the class does not know: it would be stuck onto the config and looked at by nobody."""
+    declared = {field.name for field in dataclasses.fields(config)}
+    for name in values:
+        # A name of old is turned into a new one on the way, and no attribute is left of it.
+        if name not in declared and name in vars(config) and not name.startswith("_"):
+            near = difflib.get_close_matches(name, declared | set(config.attribute_map), n=1)
+            did_you_mean = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"model.config.{name} is no field of a {model_type} config.{did_you_mean} Leave it out.")
 
 
-def _reach(chosen: Model, load: Any, what: str = "model ") -> Any:
-    """Call `load(name)`; turn every way in which a model can be out of reach into one line that says what to do."""
-    name = chosen.name
-    if name.startswith(PACKAGE):
-        name = _package_folder(name)
-    elif name.startswith(("/", "./", "../", "~")):
-        name = str(Path(name).expanduser())
-        if not Path(name).is_dir():
-            raise ValueError(
-                f"model.name={chosen.name} is no folder. Give one that save_pretrained wrote, or a hub ID."
-            )
-    is_folder = Path(name).is_dir()
-    try:
-        with _no_bars_off_terminals():
-            return load(name)
-    except ImportError as error:
-        raise ValueError(f"{what}{chosen.name} needs a package that is not installed: {_first_line(error)}") from error
-    except (OSError, ValueError, KeyError) as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"{what}{chosen.name} brings Python code of its own, which is not run unasked. Read it; then "
-                "allow it with model.trust_remote_code=true."
-            ) from error
-        if is_folder:
-            fix = "The folder must hold what save_pretrained writes (config.json, model.safetensors, tokenizer files)."
-        else:
-            fix = (
-                "Fetch it where there is a network (hf download, after hf auth login if it is gated), give a folder as "
-                "model.name, or train its shape alone: model.init=random with model.config and model.tokenizer=byte."
-            )
-        raise ValueError(f"{what}{chosen.name} cannot be loaded: {_first_line(error)} {fix}") from error
-
-
-@contextlib.contextmanager
-def _no_bars_off_terminals() -> Iterator[None]:
-    """Keep Transformers' progress bars out of log files, where each update would be a line."""
-    silenced = not sys.stderr.isatty() and is_progress_bar_enabled()
-    if silenced:
-        disable_progress_bar()
-    try:
-        yield
-    finally:
-        if silenced:
-            enable_progress_bar()
-
-
-def _package_folder(name: str) -> str:
-    package, _, inside = name.removeprefix(PACKAGE).partition("/")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(
-            f"model.name={name} needs the Python package {package}, which is not installed. See the header of "
-            "the model's file under conf/model/."
-        )
-    return str(Path(spec.submodule_search_locations[0]) / inside)
+def _reach_tokenizer(chosen: Model, what: str) -> Any:
+    return reach(chosen, lambda name: AutoTokenizer.from_pretrained(name, **from_where(chosen)), what)
 
 
 def _brings_own_class(chosen: Model, config: PreTrainedConfig) -> bool:
@@ -274,9 +217,3 @@ def _text(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _label(chosen: Model) -> str:
     return chosen.name.removeprefix(PACKAGE)
-
-
-def _first_line(error: BaseException) -> str:
-    """Keep an upstream message to its first sentence or line; some run on with hundreds of names."""
-    text = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
-    return text if len(text) <= 200 else text[:197] + "..."

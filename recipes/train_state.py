@@ -20,6 +20,7 @@ others.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -40,6 +41,7 @@ from recipes.precision import Precision
 from recipes.rng import rng_state, set_rng_state
 
 SCHEMA_VERSION = 1
+FULL_BYTES = 2**20  # a disk with less is full: the least that a train state needs
 
 
 @dataclass
@@ -78,8 +80,9 @@ class TrainState:
             if _rank() == 0:
                 self._finish(temporary, final, step)
         except (OSError, CheckpointException) as error:
+            is_full = shutil.disk_usage(folder).free < FULL_BYTES if folder.exists() else False
             shutil.rmtree(temporary, ignore_errors=True)
-            raise _refused(folder, step, error) from error
+            raise _refused(folder, step, error, is_full) from error
         _barrier()
         if _rank() == 0:
             for _, old in _saved(folder)[keep:]:
@@ -228,12 +231,14 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _refused(folder: Path, step: int, error: BaseException) -> OSError:
+def _refused(folder: Path, step: int, error: BaseException, is_full: bool) -> OSError:
+    # torch's writer says "unexpected pos" and no errno where a disk is full (2.13, inline_container.cc).
+    reason = "no space left on the disk" if is_full else _reason(error)
     refused = OSError(
-        f"Cannot write the train state of step {step} to {folder} ({_reason(error)}). Free space or "
+        f"Cannot write the train state of step {step} to {folder} ({reason}). Free space or "
         "choose another runs_dir; states saved earlier are untouched."
     )
-    refused.errno = getattr(_cause(error), "errno", None)
+    refused.errno = errno.ENOSPC if is_full else getattr(_cause(error), "errno", None)
     return refused
 
 

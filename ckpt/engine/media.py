@@ -90,7 +90,10 @@ class Disk:
         try:
             handle, path = tempfile.mkstemp(prefix="ckpt-offload-", dir=self._directory)
         except OSError as error:
-            raise RuntimeError(f"offload: cannot write in {self._directory!r}: {error.strerror}") from None
+            raise ValueError(
+                f"offload: cannot write in {self._directory!r}: {error.strerror}. Set strategy.directory to a folder that "
+                "exists and may be written to."
+            ) from None
         os.unlink(path)
         self._file = handle
         self._size = 0

@@ -174,7 +174,10 @@ class JsonLines:
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{self.path}, line {number}: not JSON ({error.msg}, column {error.colno}).") from None
+            raise ValueError(
+                f"{self.path}, line {number}: not JSON ({error.msg}, column {error.colno}). Mend or remove the "
+                "line: one object a line."
+            ) from None
         return _pick(found, self.column, f"{self.path}, line {number}")
 
 
@@ -193,7 +196,10 @@ class Parquet:
         try:
             file = pyarrow.parquet.ParquetFile(self.path)
         except (pyarrow.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{self.path} is not a parquet file: {str(error).splitlines()[0]}") from None
+            raise ValueError(
+                f"{self.path} is not a parquet file: {str(error).splitlines()[0].rstrip('.')}. Write it again, or "
+                "leave it out of data.path."
+            ) from None
         names = file.schema_arrow.names
         if self.column not in names:
             raise ValueError(f"{self.path} has no column {self.column!r}; it has {', '.join(names)}. Set data.column.")
@@ -225,12 +231,17 @@ class Parquet:
 def _pick(found: Any, column: str, where: str) -> Document:
     """Take the text (or the list of messages) out of one row."""
     if not isinstance(found, dict):
-        raise ValueError(f"{where}: expected an object with {column!r}, got {type(found).__name__}.")
+        raise ValueError(
+            f"{where}: expected an object with {column!r}, got {type(found).__name__}. Write "
+            f"{{{json.dumps(column)}: ...}}."
+        )
     if column not in found:
         raise ValueError(
             f"{where}: no {column!r}; the object has {', '.join(map(str, found)) or 'nothing'}. Set data.column."
         )
     value = found[column]
     if not isinstance(value, (str, list)):
-        raise ValueError(f"{where}: {column!r} is {type(value).__name__}, expected text.")
+        raise ValueError(
+            f"{where}: {column!r} is {type(value).__name__}, expected text. Mend or remove it, or set data.column."
+        )
     return value

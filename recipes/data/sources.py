@@ -12,6 +12,7 @@ from recipes.data import files, fingerprint, stdlib
 from recipes.data.documents import Check, Column, Documents, Files, Indexed, Streamed, stream_files, stream_rows
 from recipes.data.files import Document
 from recipes.data.tokens import check_chat
+from recipes.hub import offline_without_network
 
 CHECKED_BYTES = 256 * 2**20  # read and checked before training starts; what lies beyond is checked when its turn comes
 
@@ -55,12 +56,14 @@ def _of_files(
     readers = [files.reader(file, column) for file in found]
     print_ = fingerprint.of_files(source, found)
     if print_["bytes"] == 0:
-        raise ValueError(f"data.path={path} is empty: {len(found)} file(s), 0 bytes.")
+        raise ValueError(f"data.path={path} is empty: {len(found)} file(s), 0 bytes. Give files with text.")
     if streaming:
         return Streamed(stream_files(readers, order["seed"], order["shuffle"], check), print_, **order)
     store = Files(readers)
     if len(store) == 0:
-        raise ValueError(f"data.path={path} holds no documents: {len(found)} file(s) of blank lines.")
+        raise ValueError(
+            f"data.path={path} holds no documents: {len(found)} file(s) of blank lines. Give files with text."
+        )
     seen = 0
     for index in range(len(store)):
         document = store[index]
@@ -89,7 +92,8 @@ def from_hub(name: str, subset: str | None, split: str, column: str, streaming: 
     import datasets
 
     try:
-        rows = datasets.load_dataset(name, subset, split=split, streaming=streaming)
+        with offline_without_network():
+            rows = datasets.load_dataset(name, subset, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError) as error:  # not reachable, not found, no such subset or split
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")
         raise ValueError(

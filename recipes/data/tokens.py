@@ -136,8 +136,12 @@ def check_chat(messages: Any, where: str) -> None:
         )
     )
     if not fine:
-        raise ValueError(f"{where}: expected a list of messages, each with text in 'role' and 'content'.")
+        raise ValueError(
+            f"{where}: expected a list of messages, each with text in 'role' and 'content', such as "
+            '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
+        )
     if not any(m["role"] == "assistant" and m["content"] for m in messages):
         raise ValueError(
-            f"{where}: no assistant turn, so nothing to learn (roles: {', '.join(m['role'] for m in messages)})."
+            f"{where}: no assistant turn, so nothing to learn (roles: {', '.join(m['role'] for m in messages)}). "
+            "Remove the chat, or give its answers the role 'assistant'."
         )
