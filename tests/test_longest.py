@@ -1,0 +1,69 @@
+"""The longest sequence that fits is the one that trying every length would find, by few predictions."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckpt
+from ckpt.longest import longest, longest_that_fits
+from ckpt.predict import predict
+from ckpt.workload import Workload
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 500)), min_size=1, max_size=4),
+    budget=st.integers(0, 600_000),
+    step=st.integers(1, 40),
+    most=st.integers(40, 400),
+    asked=st.integers(1, 600),
+    check_next=st.booleans(),
+)
+def test_finds_what_trying_every_length_finds(pieces, budget, step, most, asked, check_next):
+    def peak(tokens):  # what a step's peak is: the highest of a few straight lines
+        return max(fixed + slope * tokens for fixed, slope in pieces)
+
+    fitting = [n for n in range(step, most + 1, step) if peak(n) <= budget]
+    found = longest(peak, budget, step=step, most=most, known={asked: peak(asked)}, check_next=check_next)
+    assert found.seq_len == max(fitting, default=0)
+    assert found.peak_bytes == peak(found.seq_len or step)
+    assert found.is_capped == (found.seq_len == most // step * step)
+
+
+def test_steps_in_the_peak_do_not_mislead_it():
+    def peak(tokens):
+        return -(-tokens // 700) * 700 + (tokens // 5000) ** 2
+
+    expected = max(n for n in range(1, 60_000) if peak(n) <= 40_321)
+    assert longest(peak, 40_321, step=1, most=100_000).seq_len == expected
+
+
+def test_needs_few_predictions_over_any_range():
+    tried = []
+
+    def peak(tokens):
+        tried.append(tokens)
+        return max(60_000_000, 20_000_000 + 431 * tokens)
+
+    assert longest(peak, 90_000_000, step=1024, check_next=False).seq_len == 70_000_000 // 431 // 1024 * 1024
+    assert len(tried) <= 7
+
+
+def test_the_longest_that_is_predicted_to_fit_fits_and_the_next_does_not():
+    from scripts.predict_table import config_of
+
+    config = config_of("llama")
+    config.num_hidden_layers = 1
+    work = Workload(dtype="fp32", optimizer=None)
+    budget = predict(config, "full", work.replace(seq_len=3000)).peak_bytes
+    found = longest_that_fits(config, "full", work, budget_bytes=budget, step=128)
+    assert found.seq_len == 3000 // 128 * 128 and found.peak_bytes <= budget
+    assert predict(config, "full", work.replace(seq_len=found.seq_len + 128)).peak_bytes > budget
+    assert len(found.peaks) <= 6
+
+
+def test_needs_a_device_or_a_budget():
+    with pytest.raises(ValueError, match="needs hardware, or a budget"):
+        longest_that_fits(None, "full", ckpt.Workload())
+    with pytest.raises(ValueError, match="step=0"):
+        longest(lambda n: n, 5, step=0)
