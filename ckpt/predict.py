@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from ckpt import hardware as devices
 from ckpt.engine.program import Program
 from ckpt.hardware import Device
+from ckpt.plan import Policy
 from ckpt.simulate import Simulated, Simulator
 from ckpt.timeline import PHASES, RESIDENTS, WORKSPACE, Timeline
 from ckpt.trace import Mark, Trace
@@ -65,6 +66,8 @@ class Prediction:
     num_layers: int
     num_layers_run: int
     assumptions: tuple[str, ...]
+    policy: Policy | None = field(repr=False)
+    layer_kinds: tuple[str, ...] = field(repr=False)
     by_op: Mapping[str, OpTotal] = field(repr=False)
     programs: Mapping[int, Program] = field(repr=False)
     marks: tuple[Mark, ...] = field(repr=False)
@@ -177,6 +180,8 @@ def read(ran: Simulated, work: Workload, device: Device | None = None, *, worksp
         num_layers=ran.num_layers,
         num_layers_run=ran.num_layers_run,
         assumptions=_assumptions(work, device, on_device),
+        policy=ran.policy,
+        layer_kinds=ran.layer_kinds,
         by_op=_by_op(rows, device),
         programs=ran.programs,
         marks=tuple(trace.marks),

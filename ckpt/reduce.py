@@ -1,8 +1,8 @@
 """Which layers of a deep model need no tracing, because others do the same.
 
 Owns the comparison of layers. A layer's key is what its class, shapes, settings and the policy make of it; where keys
-repeat with some period over many layers, three or four periods stand for all. `Trace.repeat` checks on the traced step that they
-really do the same, so a key that misses a difference costs time, not truth.
+repeat with some period over many layers, three or four periods stand for all. `Trace.repeat` checks on the traced step
+that they really do the same, so a key that misses a difference costs time, not truth.
 
     chosen = choose_layers(keys_of(layers, config), policy_keys)      # None: trace them all
     chosen.kept, chosen.repeats

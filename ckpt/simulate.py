@@ -28,6 +28,7 @@ from transformers import PreTrainedConfig
 
 from ckpt import attention
 from ckpt.attention import bounds as make_bounds
+from ckpt.attention.families import layer_types
 from ckpt.audit import Audit
 from ckpt.choose_tiles import choose_tiles
 from ckpt.engine.program import Program
@@ -43,7 +44,6 @@ from ckpt.timeline import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from ckpt.trace import Trace
 from ckpt.workload import Workload
 
-
 _ONE = Always(1.0)
 
 
@@ -52,17 +52,28 @@ class Simulated:
     """Two optimizer steps under one policy.
 
     first: the step that records. steady: every later one. programs: by layer, what replays it (layers that are not
-    replayed have none). audit: of the layers that were run, by their place among these. num_layers_run: how many those
-    were.
+    replayed have none). audit: of the layers that were run, by their place among these. policy: in force; None: the
+    model as it is. layer_kinds: by layer, what the config calls it, else its class. num_layers_run: how many layers
+    were run.
     """
 
     first: Trace
     steady: Trace
     programs: dict[int, Program]
     audit: Audit | None
-    policy_name: str | None
-    num_layers: int
+    policy: Policy | None
+    layer_kinds: tuple[str, ...]
     num_layers_run: int
+
+    @property
+    def policy_name(self) -> str | None:
+        """Name of the policy that was asked for."""
+        return getattr(self.policy, "name", None)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return len(self.layer_kinds)
 
     @property
     def peak_bytes(self) -> int:
@@ -105,6 +116,8 @@ class Simulator:
         can_reduce = reduce and self._holder is not None and config is not None and not callable(work.optimizer)
         self._structure = structure_keys(self.layers, config.get_text_config(decoder=True)) if can_reduce else None
         self._marks = LayerMarks(self.layers)
+        said = layer_types(config.get_text_config(decoder=True)) if config is not None else []
+        self.layer_kinds = tuple(said if len(said) == len(self.layers) else (layer.kind for layer in self.layers))
 
     def run(self, strategy: Any, *, loss: str | None = None, tile_mlp: int | str | None = None) -> Simulated:
         """Make two optimizer steps under a strategy (anything that `ckpt.apply` takes), or None: the model as it is.
@@ -132,9 +145,6 @@ class Simulator:
                 return ran
         return self._run(policy, settings, None)
 
-    # -- which layers
-    # -----------------------------------------------------------------------------------------------------
-
     def _choose(self, policy: Policy | None) -> Chosen | None:
         if self._structure is None:
             return None
@@ -153,9 +163,6 @@ class Simulator:
         finally:
             modules.clear()
             modules |= everything
-
-    # -- one run
-    # ----------------------------------------------------------------------------------------------------------
 
     def _run(self, policy: Policy | None, settings: dict[str, Any], chosen: Chosen | None) -> Simulated | None:
         kept = range(len(self.layers)) if chosen is None else chosen.kept
@@ -190,8 +197,8 @@ class Simulator:
             *steps,
             programs={index: program for index, program in programs.items() if program is not None},
             audit=audit,
-            policy_name=getattr(policy, "name", None),
-            num_layers=len(self.layers),
+            policy=policy if self._as_it_is is None else self._as_it_is.policy,
+            layer_kinds=self.layer_kinds,
             num_layers_run=len(kept),
         )
 

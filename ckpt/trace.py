@@ -136,7 +136,7 @@ class Trace:
         return [i for i, mark in enumerate(self.marks) if mark.kind == "batch"]
 
     def _spans_of(self, repeat: Repeat, batch: int) -> list[_Span] | None:
-        """Return the forward and the backward of the layers to repeat; None unless others, a period away, do the same."""
+        """Return forward and backward of the layers to repeat; None unless others, a period away, do the same."""
         forward, backward = {}, {}
         for mark in self.marks[batch + 1 :]:
             if mark.kind == "batch":
