@@ -40,8 +40,6 @@ def measured(model: nn.Module, strategy: Any, loss: str = "full", tile_mlp: int 
 
 def predicted(model: nn.Module, strategy: Any, loss: str, tile_mlp: int) -> int:
     """Return the predicted peak in bytes. Raises ValueError for what cannot be predicted."""
-    if loss == "full" and tile_mlp == 1 and strategy.name in ("none", "full"):
-        return getattr(_frontier(model), strategy.name).peak_bytes
     return _simulator(model).run(strategy, loss=loss, tile_mlp=tile_mlp).peak_bytes
 
 

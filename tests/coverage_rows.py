@@ -38,6 +38,7 @@ class Row:
     peak_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     seconds: float | None = None
+    cpu_seconds: float | None = None
     torch: str = ""
     transformers: str = ""
     date: str = ""
