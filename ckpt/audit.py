@@ -45,6 +45,7 @@ class Audit:
     policy: str
     num_layers: int
     layers: tuple[LayerAudit, ...]
+    compiled: str = ""  # where layers are compiled: what was traced, since nothing can be counted
 
     @property
     def replays(self) -> int:
@@ -59,6 +60,8 @@ class Audit:
         return sum(layer.flops_run_again for layer in self.layers)
 
     def __str__(self) -> str:
+        if self.compiled:
+            return f"{self.policy}: {self.compiled}"
         lines = [
             f"{self.policy}: {len(self.layers)} of {self.num_layers} layers checkpointed",
             f"{'layer':>5} {'calls':>6} {'replays':>8} {'ops':>5} {'kept':>5} {'run again':>10} {'kept MiB':>9}"
@@ -98,7 +101,8 @@ def audit_of(applied: Applied) -> Audit:
         )
         for region in applied.regions
     )
-    return Audit(applied.policy.name, applied.num_layers, layers)
+    compiled = "" if applied.compiled is None else str(applied.compiled)
+    return Audit(applied.policy.name, applied.num_layers, layers, compiled)
 
 
 def _num_unmatched(applied: Applied, region) -> int:

@@ -5,7 +5,7 @@ Forward hooks of the model. They know the layers that a strategy replays, and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,13 +42,8 @@ class Guard:
             self._set_flags(False)
             return
         self._calls_before = {r.index: r.counts.calls for r in regions}
-        _refuse_eval(model, regions, [*args, *kwargs.values()])
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Cache) and value.get_seq_length() > 0:
-                raise ValueError(
-                    "a filled cache was passed in training with activation checkpointing on; replaying a layer would "
-                    "extend it twice. Pass the prefix as tokens or embeddings, or use strategy none."
-                )
+        refuse_eval(model, regions, [*args, *kwargs.values()])
+        refuse_filled_cache((*args, *kwargs.values()))
         for kind in {type(r.layer): None for r in regions if is_native(r.layer) and not has_own_forward(r.layer)}:
             refuse_without_seam(kind)
         for region in regions:
@@ -123,7 +118,7 @@ def remove_guards(model: nn.Module, applied: Applied) -> None:
     ):
         for key, hook in list(hooks.items()):
             guard = getattr(hook, "__self__", None)
-            if isinstance(guard, Guard) and guard._applied is applied:
+            if getattr(guard, "_applied", None) is applied:
                 del hooks[key]
                 for extra in extras:
                     extra.pop(key, None)
@@ -157,7 +152,16 @@ def refuse_without_seam(kind: type) -> None:
         )
 
 
-def _refuse_eval(model: nn.Module, regions: list[Region], inputs: list) -> None:
+def refuse_filled_cache(inputs: Iterable) -> None:
+    """Raise ValueError if a cache that holds tokens is among a training forward's arguments."""
+    if any(isinstance(value, Cache) and value.get_seq_length() > 0 for value in inputs):
+        raise ValueError(
+            "a filled cache was passed in training with activation checkpointing on; replaying a layer would "
+            "extend it twice. Pass the prefix as tokens or embeddings, or use strategy none."
+        )
+
+
+def refuse_eval(model: nn.Module, regions: list[Region], inputs: list) -> None:
     """Layers in eval mode are not checkpointed: refuse those that would keep their activations."""
     resting = [r for r in regions if not r.layer.training]
     if not resting:

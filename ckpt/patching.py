@@ -12,8 +12,10 @@ wrapped, so parameter names, state dict and hooks stay as they are. Layers of a 
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Mapping
 from functools import partial
 from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +30,9 @@ from ckpt.engine.tiles import Chain, HandThrough, RunTiled
 from ckpt.guard import Guard, has_own_forward, is_native, refuse_without_seam, remove_guards
 from ckpt.layers import Layer, find_layers, unwrapped
 from ckpt.plan import LayerPlan, Plan, Policy
+
+if TYPE_CHECKING:
+    from ckpt.compile import Compiled
 
 
 class _MISSING:
@@ -48,6 +53,7 @@ class Applied:
         self.chains: dict[int, Chain] = {}  # by layer, its tiled MLP
         self.not_tiled: dict[int, str] = {}
         self.checked = False
+        self.compiled: Compiled | None = None  # what was lowered to the compiler
 
     def audit(self) -> Audit:
         """Return what happened since `apply`: per layer calls, replays, ops kept and run again, bytes kept."""
@@ -57,6 +63,8 @@ class Applied:
         """Return the decisions in force as a Plan, by key. Call it after a step."""
         if any(region.latest is None for region in self.regions):
             raise ValueError("the ops that decisions are about are known after a step: run one, then ask for the plan")
+        if self.compiled is not None:
+            return Plan(self.compiled.plan_layers(), name=self.policy.name)
         layers = [LayerPlan(replay=False) for _ in range(self.num_layers)]
         for region in self.regions:
             rule = self.policy.rule(region.index, self.num_layers)
@@ -96,6 +104,7 @@ def apply(
     loss: str = "full",
     tile_mlp: int | str = 1,
     dynamic: tuple[str, ...] = (),
+    compile: bool | Mapping[str, Any] = False,
 ) -> Applied:
     """Put a strategy in force on `model`.
 
@@ -108,6 +117,8 @@ def apply(
             the peak predicted for the workload.
         dynamic: patterns of layer names that are recorded at every call, for layers whose path depends on something
             that the engine cannot see.
+        compile: True compiles the decoder layers and lowers the strategy to the compiler; a mapping gives arguments
+            of `torch.compile`. What cannot be lowered (offload, segments, tiles, plans) is refused.
 
     Raises:
         ValueError: an unknown strategy, no layer to checkpoint, an architecture that is refused, a strategy already in
@@ -121,15 +132,22 @@ def apply(
     inner = unwrapped(model)
     _refuse_what_is_there(model, layers)
     if tile_mlp == "auto":
-        tile_mlp = _auto_tiles(model, policy, workload, loss)
+        tile_mlp = 1 if compile else _auto_tiles(model, policy, workload, loss)  # compiled layers cannot be tiled
     applied = Applied(inner, policy, len(layers))
     try:
-        if tile_mlp != 1:  # before the layers are patched: tiling looks at what the plain model does
-            _tile(applied, model, layers, tile_mlp)
-        _patch_layers(applied, model, layers, policy, dynamic)
+        if compile is not False:
+            from ckpt.compile import lower  # imported when asked for: it brings the compiler
+
+            applied.compiled = lower(applied, layers, policy, tile_mlp, dynamic, compile)
+        else:
+            if tile_mlp != 1:  # before the layers are patched: tiling looks at what the plain model does
+                _tile(applied, model, layers, tile_mlp)
+            _patch_layers(applied, model, layers, policy, dynamic)
         applied._set(inner, "_ckpt_applied", applied)
         if applied.regions:
             Guard(applied, _set_model_flags(applied, model)).attach(inner)
+        elif applied.compiled is not None and applied.compiled.watched:
+            applied.compiled.guard(applied, _set_model_flags(applied, model)).attach(inner)
         if loss == "chunked":
             from ckpt.engine.loss import attach_chunked_loss
 

@@ -21,7 +21,7 @@ from ckpt.plan import Decision, Plan, Policy, Rule
 _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "addmv", "mv", "_scaled_mm"})
 _ATTENTION_PATH = re.compile(r"attn|attention", re.IGNORECASE)
 _GROUPS = ("attention", "matmul", "moe", "by_price")
-_EXPERT_MATMULS = frozenset({"_grouped_mm", "grouped_mm", "_scaled_grouped_mm"})
+_EXPERT_MATMULS = frozenset({"_grouped_mm", "grouped_mm", "_scaled_grouped_mm", "transformers.grouped_mm_fallback"})
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from torch import nn
 
 import ckpt
 from ckpt.attention import choose, prepare, watch_masks
-from ckpt.layers import find_layers
 from recipes.config import Config
 from recipes.data import Data, build_data
 from recipes.forecast import Foreseen
@@ -61,22 +60,17 @@ def set_attention(cfg: Config, model: nn.Module, device: torch.device, run: RunD
 
 
 def apply_strategy(cfg: Config, model: nn.Module, foreseen: Foreseen, run: RunDir) -> ckpt.Applied:
-    """Put the chosen strategy in force as it was planned, then compile the decoder layers if asked to.
+    """Put the chosen strategy in force as it was planned, and compile the decoder layers if asked to.
 
-    Raises ValueError where torch.compile would ignore the strategy.
+    Raises ValueError for a strategy that torch.compile cannot be told of.
     """
     chosen = cfg.strategy
-    if cfg.compile and chosen.name != "none":
-        raise ValueError(
-            f"compile=true with strategy {chosen.name}: compiled layers would ignore what is to be replayed and keep "
-            "everything. Use compile=false, or +strategy=none."
-        )
-    handle = ckpt.apply(model, foreseen.strategy, workload_of(cfg), loss=cfg.loss, tile_mlp=foreseen.tile_mlp)
+    work = workload_of(cfg)
+    handle = ckpt.apply(
+        model, foreseen.strategy, work, loss=cfg.loss, tile_mlp=foreseen.tile_mlp, compile=cfg.compile
+    )
     if chosen.name == "none":
         run.console.say("strategy none: every activation is kept; +strategy=selective replays layers, attention kept")
-    if cfg.compile:
-        for layer in find_layers(model):
-            layer.module.compile()
     return handle
 
 

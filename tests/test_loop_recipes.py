@@ -227,6 +227,14 @@ def test_mistake_in_the_model_leaves_no_run_directory(tmp_path, text):
     assert not (tmp_path / "runs").exists()
 
 
-def test_compiled_layers_with_a_strategy_are_refused(tmp_path, text):
-    with pytest.raises(ValueError, match="compile=true with strategy full"):
-        run_program(tmp_path, text, compile=True, strategy={"name": "full"})
+def test_compiled_layers_with_a_strategy_that_has_no_tags_are_refused(tmp_path, text):
+    with pytest.raises(ValueError, match="compile=True with strategy segments"):
+        run_program(tmp_path, text, compile=True, strategy={"name": "segments"})
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_to_the_same_losses_under_a_strategy(tmp_path, text):
+    settings = {"steps": 3, "compile": True}
+    _, none = run_program(tmp_path / "none", text, **settings, strategy={"name": "none"})
+    _, kept = run_program(tmp_path / "kept", text, **settings, strategy={"name": "selective"})
+    assert [line["loss"] for line in kept] == pytest.approx([line["loss"] for line in none], rel=1e-5)
