@@ -127,6 +127,8 @@ def apply(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch module, not {type(model).__name__}")
     dynamic = (dynamic,) if isinstance(dynamic, str) else tuple(dynamic)
+    if compile and not hasattr(strategy, "policy") and hasattr(strategy, "plan"):
+        raise ValueError(f"compile=True with strategy {strategy.name}: plans cannot be lowered. Use compile=False.")
     policy = resolve(strategy, model, workload)
     layers = find_layers(model)
     inner = unwrapped(model)

@@ -132,6 +132,7 @@ def small(family="llama", layers=2):
         (ckpt.Offload(), {}, "strategy offload: it offloads"),
         (ckpt.Segments(size=2), {}, "strategy segments: it replays several layers as one"),
         (ckpt.Plan([LayerPlan(), LayerPlan()]), {}, "strategy plan: it decides op by op for each layer"),
+        (ckpt.Auto(budget_gib=1), {}, "strategy auto: plans cannot be lowered"),
         (ckpt.Full(), {"tile_mlp": 2}, "tile_mlp=2"),
         (ckpt.Full(), {"dynamic": "model.layers.0"}, "dynamic="),
         (ckpt.Full(), {"compile": "inductor"}, "compile='inductor' must be True, False, or a mapping"),
