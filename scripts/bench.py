@@ -104,8 +104,11 @@ def measure_cells(case: Case, store: Store, options: argparse.Namespace) -> None
                 plan = planner.plan(row, budget)
             # Where each side has its own loss, all are held against full logits: chunks reorder sums.
             cell = measured(case, row, rows(losses)["none"], reference, plan)
-        except (ValueError, KeyError) as error:  # no plan fits, or the row whose peak it needs was not measured
-            cell = {"refused": f"{type(error).__name__}: {error}"}
+        except (ValueError, KeyError, RuntimeError) as error:
+            # No plan fits, or the row whose peak it needs has none, or a peer's policy breaks on this model.
+            if isinstance(error, RuntimeError) and row.side != "peer":
+                raise
+            cell = {"refused": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
         cell |= {"what": row.what, "side": row.side, "source": row.source, "loss": row.loss, "tile_mlp": row.tile_mlp}
         if plan is not None:
             cell |= {"budget_bytes": budget, "plan": plan.to_dict()}
