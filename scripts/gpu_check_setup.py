@@ -98,7 +98,7 @@ H200 = Scale(
 )  # fmt: skip
 TOY = Scale(
     "toy", "cpu", None, _TINY, num_layers=2, exact_layers=2, exact_tokens=64, peaks=((2, 64, 2),),
-    auto_tokens=128, num_budgets=3, offload_tokens=(64,), pool_tokens=64, pool_steps=4, packed_tokens=64, context_gib=0.003, context_tokens=64, repeats=2,
+    auto_tokens=128, num_budgets=3, offload_tokens=(64,), pool_tokens=64, pool_steps=4, packed_tokens=64, context_gib=0.0011, context_tokens=64, repeats=2,
 )  # fmt: skip
 SCALES = {scale.name: scale for scale in (H200, TOY)}
 
