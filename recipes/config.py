@@ -167,6 +167,7 @@ class Config:
     compile: bool = key(False, "torch.compile the decoder layers")
     log_every: int = key(1, "steps between lines of metrics.jsonl", at_least=1)
     measure_every: int = key(0, "steps between probe steps of the memory ledger; 0: one, after warm-up", at_least=0)
+    profile: bool = key(False, "torch.profiler trace of one step after warm-up, trace.json.gz in the run's directory")
     save_every: int = key(0, "steps between train states; 0: only at the end", at_least=0)
     export: bool = key(False, "write the trained model with save_pretrained, to export/ in the run's directory")
     tracker: Literal["wandb", "none"] = key("wandb", "where metrics go besides metrics.jsonl")

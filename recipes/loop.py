@@ -45,9 +45,9 @@ def train(cfg: Config, state: TrainState, data: Data, run: RunDir, meter: Meter,
         for step in range(start + 1, cfg.steps + 1):
             last = step == cfg.steps
             measured = probe.due(step)
-            meter.start(measured)
+            meter.start(measured or step == probe.profiled)
             batches = [next(data.train) for _ in range(cfg.grad_accum)]
-            with probe.measure(batches) if measured else contextlib.nullcontext():
+            with probe.measure(batches) if measured else contextlib.nullcontext(), probe.profile(step):
                 loss, grad_norm = optimizer_step(state, batches, cfg.optim.clip, scales, step)
             metrics = {"step": step, "loss": loss, "grad_norm": grad_norm, **meter.stop(batches)}
             if measured:

@@ -23,6 +23,7 @@ from ckpt.plan import Plan
 from recipes.config import Config
 from recipes.meter import Meter, StepFlops, num_pairs
 from recipes.picture import draw_memory
+from recipes.profile import TRACE, profiled_step
 from recipes.rundir import RunDir
 from recipes.workload import workload_of
 
@@ -45,6 +46,8 @@ class Probe:
         }
         self.first = min(start + WARMUP_STEPS + 1, cfg.steps)
         self.every = cfg.measure_every
+        # The step after the probe, if there is one: a trace without the ledger's work in it.
+        self.profiled = min(self.first + 1, cfg.steps) if cfg.profile and run.writes else 0
         if cfg.compile and meter.device.type == "cpu":
             self.first = 0
             run.console.say("memory is not measured: compiled code on a CPU allocates where no ledger can see it")
@@ -52,6 +55,13 @@ class Probe:
     def due(self, step: int) -> bool:
         """Tell whether `step` is to be measured."""
         return step == self.first or bool(self.first and self.every and step > self.first and step % self.every == 0)
+
+    def profile(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Profile what runs inside if `profile=true` and `step` is the one for it: the step after the first probe."""
+        if step != self.profiled:
+            return contextlib.nullcontext()
+        self.run.console.say(f"profiling step {step}: {TRACE} in {self.run.path}, for https://ui.perfetto.dev")
+        return profiled_step(self.model, self.run.path, self.meter.device)
 
     @contextlib.contextmanager
     def measure(self, batches: list[dict[str, Any]]) -> Iterator[None]:

@@ -22,6 +22,7 @@ from ckpt.engine.context import GeneratorStates, Settings, generators
 from ckpt.engine.modes import Capture, Replay
 from ckpt.engine.outside import Unwritten, WriteNothingOutside
 from ckpt.engine.program import Pack, Program, Stage
+from ckpt.engine.ranges import named
 from ckpt.engine.record import Op, Record, Recorder, TensorMeta
 from ckpt.engine.store import Ticket
 from ckpt.plan import Decision
@@ -358,7 +359,7 @@ class Frame:
             return None
 
         with region.surroundings.restored(self.settings, self.call.device.type), generators(self.rng, self.call.device):
-            with saved_tensors_hooks(pack, _never), torch.enable_grad():
+            with named(region.name, "replay"), saved_tensors_hooks(pack, _never), torch.enable_grad():
                 try:
                     with mode:
                         output = self.call.again()
@@ -401,6 +402,7 @@ class Frame:
         with (
             self.region.surroundings.restored(self.settings, self.call.device.type),
             generators(self.rng, self.call.device),
+            named(self.region.name, "replay"),
             saved_tensors_hooks(lambda tensor: None, _never),
             torch.enable_grad(),
             self._shield(None),
