@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from recipes.allocator import keep_freed_memory
 from recipes.config import Config, from_dict, to_dict
 from recipes.errors import RunStopped, is_disk_full, is_mistake, one_line
+from recipes.resuming import continued
 from recipes.schema import docs
 from recipes.threads import spin_briefly
 
@@ -46,6 +47,7 @@ USAGE_ERROR, RUN_FAILED, INTERRUPTED = 2, 1, 130
 def main(task: Callable[[Config], None]) -> None:
     """Compose the config from sys.argv, check it and call `task`; with -m, once a job. Ends the process on an error."""
     argv = sys.argv[1:]
+    words: list[str] = []
     spin_briefly()
     keep_freed_memory()
     failures: list[BaseException] = []
@@ -53,7 +55,7 @@ def main(task: Callable[[Config], None]) -> None:
     def job(node: DictConfig) -> None:
         # Kept from Hydra, which would print a line of its own before it lets an exception through.
         try:
-            task(to_config(node))
+            task(to_config(node, words))
         except (Exception, KeyboardInterrupt) as error:
             failures.append(error)
 
@@ -65,8 +67,9 @@ def main(task: Callable[[Config], None]) -> None:
         # Hydra would print its own multi-line report and exit with 1; with this it lets the exception through to us.
         os.environ["HYDRA_FULL_ERROR"] = "1"
         register_defaults()
+        words += normalise(argv)
         with tempfile.TemporaryDirectory() as scratch:
-            sys.argv[1:] = normalise(argv) + sweep_overrides(argv, scratch)
+            sys.argv[1:] = words + sweep_overrides(argv, scratch)
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     except (Exception, KeyboardInterrupt) as error:
         failures.append(error)
@@ -85,8 +88,9 @@ def report(error: BaseException, argv: Sequence[str]) -> int:
 def compose(overrides: Sequence[str] = ()) -> Config:
     """Make the Config that `train.py OVERRIDES` would run, in this process: for scripts, tests and notebooks."""
     register_defaults()
+    words = normalise(overrides)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return to_config(hydra.compose("config", overrides=normalise(overrides)))
+        return to_config(hydra.compose("config", overrides=words), words)
 
 
 def without_hydra(node: DictConfig) -> DictConfig:
@@ -94,9 +98,13 @@ def without_hydra(node: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(node, [key for key in node if key != "hydra"])
 
 
-def to_config(node: DictConfig) -> Config:
-    """Check a composed Hydra node and make the Config of it."""
-    return from_dict(OmegaConf.to_container(node, resolve=True, throw_on_missing=True))
+def to_config(node: DictConfig, words: Sequence[str] = ()) -> Config:
+    """Check a composed Hydra node and make the Config of it.
+
+    Where `words`, the overrides it was composed with, resume a run, it is that run's own config with what they change.
+    """
+    values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    return from_dict(continued(values, words) if words and values.get("resume") else values)
 
 
 def register_defaults() -> None:

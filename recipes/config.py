@@ -15,6 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from recipes.resuming import named
 from recipes.schema import build, key, section
 
 ATTENTIONS = ("auto", "flash", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
@@ -152,7 +153,7 @@ class Config:
     recipe: Literal["pretrain", "finetune"] = key("pretrain", "program of recipes/ to run")
     name: str | None = key(None, "run directory under runs_dir; null: strategy-model-seq_len-start time")
     runs_dir: str = key("runs", "folder of all runs")
-    resume: bool = key(False, "continue the run called `name` from its train state")
+    resume: bool | str = key(False, "continue a run from its train state: its folder (or true, beside `name`)")
     steps: int = key(100, "optimizer steps", at_least=1)
     seq_len: int = key(1024, "tokens in a row", at_least=2)
     batch_size: int = key(2, "rows in one forward and backward, on each data-parallel rank", at_least=1)
@@ -190,7 +191,7 @@ class Config:
 
 def from_dict(values: dict[str, Any]) -> Config:
     """Make the checked Config of a nested dict. Raises ValueError, in one line, for the first mistake."""
-    values = dict(values)
+    values = named(values)
     strategy = values.pop("strategy", {"name": "none"})
     cfg = build(Config, values)
     check(cfg)
@@ -212,7 +213,7 @@ def check(cfg: Config) -> None:
     if cfg.sweep.name is not None and not _FILE_NAME.fullmatch(cfg.sweep.name):
         raise ValueError(f"sweep.name={cfg.sweep.name!r} is no folder name: use letters, digits and - _ . = , + only.")
     if cfg.resume and cfg.name is None:
-        raise ValueError("resume=true needs the run to continue: name=... as it stands under runs_dir.")
+        raise ValueError("resume=true needs the run to continue: resume=runs/NAME, or name=... beside it.")
     if cfg.model.name is None and not cfg.model.config:
         raise ValueError("model=hub needs the model: model.name=ID_OR_FOLDER.")
     if cfg.attn not in ATTENTIONS and not cfg.attn.startswith("kernels:"):

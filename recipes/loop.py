@@ -73,7 +73,7 @@ def train(cfg: Config, state: TrainState, data: Data, run: RunDir, meter: Meter,
                 raise RunStopped(
                     "interrupted",
                     f"{signalled[0]} after step {step} of {cfg.steps}; its train state is "
-                    f"saved. Go on with: resume=true name={run.name}",
+                    f"saved. Go on with: python train.py resume={run.path}",
                 )
 
 

@@ -30,6 +30,7 @@ from recipes.console import Console
 from recipes.errors import STATUSES, is_disk_full, is_mistake, one_line, status_of
 from recipes.errors import RunStopped as RunStopped
 from recipes.manifest import SCHEMA_VERSION, collect, scrub
+from recipes.resuming import differences, read_config
 from recipes.tracking import NoTracker, Tracker, open_tracker
 
 SUMMARY_FIELDS = (
@@ -198,7 +199,7 @@ def _make(path: Path, automatic: bool) -> None:
         path.mkdir()
     except FileExistsError:
         if path.parent.is_dir():
-            what = "wait a second" if automatic else f"continue it with resume=true name={path.name}"
+            what = "wait a second" if automatic else f"continue it with resume={path}"
             raise ValueError(f"{path} exists already: {what}, or give another name=...") from None
         raise ValueError(f"runs_dir={str(path.parent)!r} is no folder. Give another runs_dir=...") from None
     except OSError as error:
@@ -209,9 +210,11 @@ def _make(path: Path, automatic: bool) -> None:
 
 def _write_first_files(run: RunDir, cfg: Config) -> None:
     earlier = read_json(run.path / "manifest.json")
+    config = scrub(to_dict(cfg) | {"name": run.name})
     if cfg.resume:
         run.summary["first_loss"] = read_json(run.path / "summary.json").get("first_loss")
-    config = scrub(to_dict(cfg) | {"name": run.name})
+        for line in differences(read_config(run.path), config):
+            run.console.say(f"resumed with a change: {line}")
     write_atomically(run.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
     run.manifest = collect(sys.orig_argv[1:]) | {"seed": cfg.seed, "num_resumes": earlier.get("num_resumes", -1) + 1}
     run.save_json("manifest.json", run.manifest)

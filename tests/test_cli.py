@@ -135,14 +135,12 @@ def test_a_signal_saves_and_records_and_the_run_goes_on_from_there(folder, numbe
             time.sleep(0.2)
         job.send_signal(number)
         _, errors = job.communicate(timeout=120)
-    assert job.returncode == 130 and "resume=true name=long" in errors
+    assert job.returncode == 130 and "python train.py resume=runs/long" in errors
     summary = json.loads(Path("runs/long/summary.json").read_text())
     done_steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert summary["status"] == "interrupted" and done_steps == list(range(1, len(done_steps) + 1))
     steps = done_steps[-1] + 2
-    again = train(
-        f"steps={steps}", "name=long", "resume=true", *(word for word in TINY if not word.startswith("steps"))
-    )
+    again = train("resume=runs/long", f"steps={steps}")
     assert again.returncode == 0, again.stderr
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, steps + 1))
 

@@ -18,7 +18,8 @@ from engine_kit import all_strategies
 import ckpt
 from ckpt.plan import Decision, LayerPlan, Plan
 
-FAMILIES = "llama qwen3 gemma2 gemma3 gpt2 phi3 mixtral gpt_oss qwen3_next falcon gemma3n_text".split()
+FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "phi3", "mixtral", "gpt_oss", "qwen3_next", "falcon",
+            "gemma3n_text")  # fmt: skip
 STRATEGIES = all_strategies() | {
     "selective_matmul": ckpt.Selective("attention+matmul"),
     "by_price": ckpt.Selective("by_price", min_flops_per_byte=10),

@@ -214,7 +214,7 @@ def test_a_signal_saves_after_the_step_and_records_interrupted(tmp_path, number)
     run, _, lines = start(config(tmp_path, "cut"), hook=interrupt_after(3, number))
     assert signal.getsignal(number) is before
     assert run.status == "interrupted" and len(lines) == 3
-    assert "resume=true name=cut" in run.summary["error"]
+    assert f"resume={run.path}" in run.summary["error"]
     _, resumed, lines = start(config(tmp_path, "cut", resume=True), seed=99)
     assert lines == expected and same(whole, resumed)
 

@@ -1,15 +1,15 @@
-"""Predicted peaks are the measured ones: over architectures, strategies, losses, packing, dtypes, optimizers, adapters."""
+"""Predicted peaks are the measured ones: architectures, strategies, losses, packing, dtypes, optimizers, adapters."""
 
 import copy
 
 import pytest
 import torch
-from scripts import predict_table
-from scripts.predict_table import Cell, build, measure
 
 import ckpt
 from ckpt.predict import predict
 from ckpt.workload import Workload
+from scripts import predict_table
+from scripts.predict_table import Cell, build, measure
 
 TOLERANCE = 1e-3  # the promise is 1%; what was seen is 0
 
@@ -18,7 +18,7 @@ def close(predicted, measured):
     return abs(predicted / measured - 1) <= TOLERANCE
 
 
-# Every strategy, loss and packing stands beside every architecture in scripts/predict_table.py; here each once or twice.
+# Every strategy, loss and packing stands beside every architecture in scripts/predict_table.py; here each once.
 CELLS = [
     ("llama", "none", "full", "none"),
     ("llama", "segments", "chunked", "isolate"),

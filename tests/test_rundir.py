@@ -148,7 +148,7 @@ def test_an_existing_name_is_an_error_and_left_alone(in_tmp):
     with open_run(config()) as run:
         run.log({"step": 1})
     before = {name: Path(f"runs/run/{name}").read_text() for name in os.listdir("runs/run")}
-    with pytest.raises(ValueError, match=r"runs/run exists already: continue it with resume=true name=run"):
+    with pytest.raises(ValueError, match=r"runs/run exists already: continue it with resume=runs/run"):
         with open_run(config()):
             pass
     assert {name: Path(f"runs/run/{name}").read_text() for name in os.listdir("runs/run")} == before

@@ -1,4 +1,4 @@
-"""Orders of calls that users come upon: undo before backward, a plan before a step, a bad keep-list, whole-model pickles."""
+"""Orders of calls that users come upon: undo before backward, a plan before a step, a bad keep-list, pickled models."""
 
 import copy
 import io
