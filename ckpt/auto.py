@@ -17,8 +17,9 @@ import torch
 if TYPE_CHECKING:
     from ckpt.hardware import Device
     from ckpt.plan import Plan
-    from ckpt.solver.frontier import Frontier
-    from ckpt.solver.inner import Price
+    from ckpt.solver.away import Room
+    from ckpt.solver.frontier import Candidate, Frontier
+    from ckpt.solver.price import Price
     from ckpt.workload import Workload
 
 GIB = 2**30
@@ -31,13 +32,19 @@ class Auto:
 
     budget_gib: all of the device's memory that a step may use, in GiB (1024**3 bytes); or budget_fraction of the
         device's memory (of `hardware`, or of the CUDA device at hand).
+    host_budget_gib, disk_budget_gib: of the host's memory and of the disk that may hold offloaded tensors; 0: none.
     objective: "seconds" (roofline of `hardware`) or "flops" (what is computed twice).
-    hardware: a name of the device table, for `seconds` and `budget_fraction`.
+    bitwise: True leaves loss and tiles as the workload has them, so that gradients are bitwise those of no
+        checkpointing; False lets the plan chunk the loss and tile the MLP (gradients within 1e-6) where that pays.
+    hardware: a name of the device table, for `seconds`, links and `budget_fraction`.
     """
 
     budget_gib: float | None = None
     budget_fraction: float | None = None
+    host_budget_gib: float = 0.0
+    disk_budget_gib: float = 0.0
     objective: str = "seconds"
+    bitwise: bool = False
     hardware: str | None = None
     name: ClassVar[str] = "auto"
 
@@ -56,6 +63,13 @@ class Auto:
                 raise ValueError(
                     f"auto: {key}={value!r} must be a number above 0" + (", at most 1" if most == 1.0 else "")
                 )
+        for key in ("host_budget_gib", "disk_budget_gib"):
+            value = getattr(self, key)
+            bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+            if bad or value < 0:
+                raise ValueError(f"auto: {key}={value!r} must be a number, 0 (no offload there) or more")
+        if not isinstance(self.bitwise, bool):
+            raise ValueError(f"auto: bitwise={self.bitwise!r} must be true or false")
         if self.objective not in OBJECTIVES:
             raise ValueError(f"auto: objective={self.objective!r} is unknown; it is {' or '.join(OBJECTIVES)}")
 
@@ -71,11 +85,16 @@ class Auto:
         Raises:
             ValueError: nothing fits; the message names the smallest budget that does, and what would lower it.
         """
+        frontier = self.frontier(model, work, progress)
+        return self.plan_from(frontier, work)
+
+    def frontier(self, model, work: Workload, progress: Callable[[str], None] | None = None) -> Frontier:
+        """Return what plans are taken from; it does not depend on the budget of the device's memory."""
         from ckpt.simulate import Simulator
         from ckpt.solver.frontier import Frontier
 
-        frontier = Frontier(Simulator(model, work), self.price(), progress)
-        return self.plan_from(frontier, work)
+        simulator = model if isinstance(model, Simulator) else Simulator(model, work)
+        return Frontier(simulator, self.price(), progress, rooms=self.rooms(), settings=not self.bitwise)
 
     def plan_from(self, frontier: Frontier, work: Workload) -> Plan:
         """Take the best plan under the budget from a frontier that was built before."""
@@ -83,25 +102,51 @@ class Auto:
         best = frontier.best_within(budget)
         if best is None:
             raise ValueError(infeasible(self, frontier, work))
-        following = frontier.next_cheaper(best)
-        best.plan.source = {
+        best.plan.source = self.describe(frontier, best, work)
+        return best.plan
+
+    def describe(self, frontier: Frontier, best: Candidate, work: Workload) -> dict:
+        """Return what a plan says of its making: budgets, prediction, what binds, where it would change."""
+        budget = self.budget_bytes()
+        cheaper = [] if best is frontier.keeps_all else frontier.candidates
+        following = frontier.next_cheaper(best, budget) if cheaper else None
+        return {
             "strategy": self.name,
             "objective": self.objective,
+            "bitwise": self.bitwise,
             "budget_bytes": budget,
+            "host_budget_bytes": int(self.host_budget_gib * GIB),
+            "disk_budget_bytes": int(self.disk_budget_gib * GIB),
             "predicted_peak_bytes": best.peak_bytes,
+            "predicted_offloaded_bytes": best.simulated.steady.host_bytes,
+            "predicted_seconds": self.seconds_of(best) if self.objective == "seconds" else None,
             "recompute_flops": best.flops,
             "recompute_cost": best.cost,
-            "binds": "nothing" if best.cost <= frontier.candidates[0].cost else "memory",
+            "binds": binds(frontier, best, budget),
             "next_budget_bytes": None if following is None else following.estimate,
             "workload": work.to_dict(),
         }
-        return best.plan
+
+    def seconds_of(self, best: Candidate) -> float:
+        """Return the seconds of a step under the plan, by the device's roofline, waiting for the link included."""
+        return self.device().seconds(best.simulated.steady.rows) + best.stall
+
+    def rooms(self) -> list[Room]:
+        """Return where tensors may be offloaded to."""
+        from ckpt.solver.away import DISK_BANDWIDTH, Room
+
+        rooms = []
+        if self.host_budget_gib:
+            rooms.append(Room("host", int(self.host_budget_gib * GIB), self.device().link_bandwidth))
+        if self.disk_budget_gib:
+            rooms.append(Room("disk", int(self.disk_budget_gib * GIB), DISK_BANDWIDTH))
+        return rooms
 
     def price(self) -> Price:
         """Return the price of running one op again: FLOPs, or seconds by the device's roofline."""
-        from ckpt.solver.inner import flops_price, seconds_price
+        from ckpt.solver.price import FlopsPrice, SecondsPrice
 
-        return flops_price if self.objective == "flops" else seconds_price(self.device())
+        return FlopsPrice() if self.objective == "flops" else SecondsPrice(self.device())
 
     def device(self) -> Device:
         """Return the device that is planned for: `hardware`, or the CUDA device at hand, else an H100."""
@@ -120,16 +165,35 @@ class Auto:
         return find("h100")  # only ratios of its figures decide
 
 
+def binds(frontier: Frontier, best: Candidate, budget_bytes: int) -> str:
+    """Say what keeps the plan from costing less: "nothing", "memory", "host memory" or "disk" (room for more offload),
+    or "link" (waiting for what comes back costs more than all replays)."""
+    if best.cost <= frontier.keeps_all.cost:
+        return "nothing"
+    if best.stall > best.cost / 2:
+        return "link"
+    for other in frontier.candidates:
+        if other.cost >= best.cost:
+            break
+        room = other.space.room
+        if other.estimate <= budget_bytes and other.away_bytes and other.away_bytes > room.budget_bytes:
+            return "host memory" if room.target == "host" else "disk"
+    return "memory"
+
+
 def infeasible(auto: Auto, frontier: Frontier, work: Workload) -> str:
     """Say which budget would do, and what would lower it."""
     smallest = frontier.smallest()
-    advice = ["raise strategy.budget_gib", "lower seq_len"]
-    if work.loss != "chunked":
+    loss, tiles = smallest.space.setting.loss or work.loss, smallest.space.setting.tile_mlp or work.tile_mlp
+    advice = ["raise strategy.budget_gib", "lower seq_len or batch_size"]
+    if loss != "chunked":
         advice.append("use loss=chunked")
-    if work.tile_mlp == 1:
+    if tiles == 1:
         advice.append("tile the MLP (tile_mlp=8)")
-    advice.append("offload (+strategy=offload) or hold fewer inputs (+strategy=segments)")
+    if not auto.rooms():
+        advice.append("allow offload (strategy.host_budget_gib=64)")
+    peak = smallest.peak_bytes / GIB
     return (
-        f"budget of {auto.budget_bytes() / GIB:.3g} GiB is below the smallest plan, {smallest.peak_bytes / GIB:.4g} "
-        f"GiB ({smallest.label}, loss {work.loss}, MLP in {work.tile_mlp} tiles). To fit: {'; '.join(advice)}."
+        f"budget of {auto.budget_bytes() / GIB:.3g} GiB is below the smallest plan, {peak:.4g} GiB "
+        f"({smallest.label}, loss {loss}, MLP in {tiles} tiles). To fit: {'; '.join(advice)}."
     )

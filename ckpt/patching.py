@@ -130,6 +130,8 @@ def apply(
     if compile and not hasattr(strategy, "policy") and hasattr(strategy, "plan"):
         raise ValueError(f"compile=True with strategy {strategy.name}: plans cannot be lowered. Use compile=False.")
     policy = resolve(strategy, model, workload)
+    # A plan that was made together with them brings its own.
+    loss, tile_mlp = getattr(policy, "loss", None) or loss, getattr(policy, "tile_mlp", None) or tile_mlp
     layers = find_layers(model)
     inner = unwrapped(model)
     _refuse_what_is_there(model, layers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +18,7 @@ from ckpt.engine.keys import OpKey
 from ckpt.engine.record import Op
 
 SCHEMA_VERSION = 1
+LOSSES = ("chunked", "full", "torch", "liger")
 
 
 class Decision(StrEnum):
@@ -80,6 +81,8 @@ class Plan:
     name: str = "plan"
     source: dict = field(default_factory=dict)  # what made the plan: strategy, model, workload, predicted peak
     offload: dict | None = None  # target and directory of what is offloaded, None if nothing is
+    loss: str | None = None  # chosen with the plan; None: as `apply` is told
+    tile_mlp: int | None = None
 
     def rule(self, index: int, num_layers: int) -> Rule:
         if num_layers != len(self.layers):
@@ -131,6 +134,8 @@ class Plan:
             "name": self.name,
             "source": self.source,
             "offload": self.offload,
+            "loss": self.loss,
+            "tile_mlp": self.tile_mlp,
             "num_layers": len(self.layers),
             "layers": [{"indices": indices, **body} for body, indices in groups],
         }
@@ -170,7 +175,14 @@ class Plan:
                 raise ValueError(f"{where}: a group of layers is malformed ({error})") from None
         if None in layers:
             raise ValueError(f"{where}: layer {layers.index(None)} of {count} is missing")
-        return cls(layers, str(data.get("name", "plan")), dict(data.get("source") or {}), _offload_of(data, where))
+        return cls(
+            layers,
+            str(data.get("name", "plan")),
+            dict(data.get("source") or {}),
+            _offload_of(data, where),
+            _one_of(data, "loss", lambda v: v in LOSSES, f"one of {', '.join(LOSSES)}", where),
+            _one_of(data, "tile_mlp", lambda v: _is_index(v) and v > 0, "a number of tiles", where),
+        )
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan as JSON; an existing file is replaced whole or not at all."""
@@ -197,6 +209,13 @@ class Plan:
 
 def _is_index(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _one_of(data: dict, key: str, allowed: Callable[[object], bool], what: str, where: str):
+    value = data.get(key)
+    if value is not None and not allowed(value):
+        raise ValueError(f"{where}: {key}={value!r} must be {what}, or null: as the run says")
+    return value
 
 
 def _offload_of(data: dict, where: str) -> dict | None:

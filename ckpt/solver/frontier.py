@@ -1,276 +1,204 @@
 """The frontier of whole plans: built once for a model and workload, asked for any budget.
 
 Plans come from the outer program at a row of budgets between the smallest feasible one and what keeping everything
-needs, and from the uniform strategies that people choose by hand. Each has a cost that is exact and an estimated peak.
-Asked for a budget, the frontier goes through the plans from the cheapest and runs them on fake tensors until one really
-fits. The plans do not depend on the budget asked for, and a plan that fits a budget fits every larger one: so more
-budget never costs more.
+needs, and from the strategies that people choose by hand; each has a cost and an estimated peak. Asked for a budget,
+the frontier goes through the plans from the cheapest and runs them on fake tensors until one really fits. The plans do not
+depend on the budget asked for, and a plan that fits a budget fits every larger one: so more budget never costs more.
+
+Settings that hold for all layers (tiles of the MLP, chunks of the loss) each make a space of plans; so does offload.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
-from ckpt.engine.keys import OpKey
-from ckpt.engine.record import Record
-from ckpt.plan import Decision, LayerPlan, Plan
+from ckpt.plan import LayerPlan, Plan
 from ckpt.simulate import Simulated, Simulator
-from ckpt.solver.inner import Option, Price, flops_price, inner_frontier
-from ckpt.solver.outer import Choice, solve
-from ckpt.trace import Trace
+from ckpt.solver.away import Room, input_bytes
+from ckpt.solver.inner import Option
+from ckpt.solver.price import FlopsPrice, Price
+from ckpt.solver.space import Setting, Space
 
-# Budgets at which the outer program is solved. More cost time and find plans closer to any one budget.
-NUM_BUDGETS = 48
-# A plan whose estimate is further above the budget than this is not tried.
-ESTIMATE_SLACK = 0.01
+# Layers a segment, where nothing else fits.
+SEGMENT_SIZES = (2, 4, 8)
+MOST_TILES = 64
 
 
 @dataclass(eq=False)
 class Candidate:
-    """A whole plan. cost: of all replays of a step, in the unit of the price. estimate: of its peak, in bytes."""
+    """A whole plan. cost: beyond a step that keeps everything, in the unit of the price. estimate: of its peak, in
+    bytes. peak_bytes: of its run on fake tensors, once it was run."""
 
-    options: tuple[Option, ...]  # by layer
+    space: Space
     cost: float
     flops: int
     estimate: int
     plan: Plan
     label: str
-    peak_bytes: int | None = None  # of its run on fake tensors, once it was run
-    simulated: Simulated | None = field(default=None, repr=False)
+    options: tuple[Option, ...] = ()  # by layer
+    away_bytes: int = 0
+    stall: float = 0.0
+    peak_bytes: int | None = None
+    simulated: Simulated | None = None
 
 
 class Frontier:
-    """Plans for one model and workload under one objective."""
+    """Plans for one model and workload under one objective.
 
-    def __init__(self, simulator: Simulator, price: Price = flops_price, progress: Callable[[str], None] | None = None):
+    rooms: where tensors may be offloaded to. settings: False leaves loss and tiles as the workload has them.
+    """
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        price: Price | None = None,
+        progress: Callable[[str], None] | None = None,
+        *,
+        rooms: Sequence[Room] = (),
+        settings: bool = False,
+    ):
         self._simulator = simulator
+        self.price = price or FlopsPrice()
         self._say = progress or (lambda text: None)
-        self._say("replaying every layer on fake tensors")
-        self.full = simulator.run("full")
-        self._say("keeping everything on fake tensors")
-        self.none = simulator.run("none")
-        self.num_layers = self.full.num_layers
-        self.records = [self.full.programs[i].record for i in range(self.num_layers)]
-        self._inner: dict[tuple, list[Option]] = {}
-        self.options = [self._options_of(record, price) for record in self.records]
-        self._say("solving for the layers")
+        self._rooms = [room for room in rooms if room.budget_bytes > 0]
+        self._settings = settings
+        self.space = Space(simulator, Setting(), self.price, self._rooms[0] if self._rooms else None, self._say)
+        self._none_cost = self.price.of_step(self.space.none.steady.rows)
 
-    def _options_of(self, record: Record, price: Price) -> list[Option]:
-        key = record_key(record)
-        if key not in self._inner:
-            self._say(f"pricing what a kind of layer can keep ({len(record.ops)} ops)")
-            options = [] if record.is_data_dependent else inner_frontier(record, price)
-            if not options:
-                options = [
-                    Option(frozenset(), 0, float(sum(price(op, record) for op in record.ops)), sum_flops(record))
-                ]
-            self._inner[key] = [*options, keep_all(record)]
-        return self._inner[key]
+    @property
+    def none(self) -> Simulated:
+        """The steps that keep everything, loss and tiles as given."""
+        return self.space.none
+
+    @cached_property
+    def keeps_all(self) -> Candidate:
+        """The plan that does nothing."""
+        plan = Plan([LayerPlan(replay=False) for _ in range(self.space.num_layers)], name="auto")
+        peak = self.none.peak_bytes
+        return Candidate(self.space, 0.0, 0, peak, plan, "none", peak_bytes=peak, simulated=self.none)
+
+    @cached_property
+    def spaces(self) -> list[Space]:
+        """All spaces, prepared."""
+        spaces = [self.space]
+        self.space.prepare()
+        spaces += [Space(self._simulator, Setting(), self.price, room, self._say) for room in self._rooms[1:]]
+        lean = self._lean() if self._settings else None
+        if lean is not None:
+            spaces.append(lean)
+        for space in spaces[1:]:
+            space.prepare()
+        return spaces
+
+    def _lean(self) -> Space | None:
+        """Return the space in which loss and MLP need least; None if that is the given one."""
+        work = self._simulator.work
+        loss = "chunked" if work.loss in ("full", "torch") else None
+        tiles = _tiles_for(self.space) if work.tile_mlp == 1 else None
+        room = self._rooms[0] if self._rooms else None
+        for setting in dict.fromkeys((Setting(loss, tiles), Setting(loss, None))):
+            if setting == Setting():
+                continue
+            try:
+                return Space(self._simulator, setting, self.price, room, self._say)
+            except ValueError as error:  # an MLP that cannot be tiled, a head that chunks cannot be computed of
+                self._say(f"{setting} is left out: {error}")
+        return None
 
     @cached_property
     def candidates(self) -> list[Candidate]:
         """All plans by rising cost, then by falling estimate of what they leave free."""
-        model = self._layers_as_seen()
-        smallest = self._estimate([0] * self.num_layers, model)
-        largest = max(self.none.peak_bytes, smallest + 1)
-        found: dict[tuple[int, ...], Candidate] = {}
-        for budget in np.linspace(smallest, largest, NUM_BUDGETS).astype(np.int64):
-            plan = solve(model.choices, model.loss_peak, int(budget))
-            if plan is not None:
-                self._add(found, plan, model, "planned")
-        for label, plan in self._by_hand():
-            self._add(found, plan, model, label)
-        return sorted(found.values(), key=lambda c: (c.cost, c.estimate))
+        found = [self.keeps_all]
+        for space in self.spaces:
+            more = max(0.0, self.price.of_step(space.none.steady.rows) - self._none_cost)
+            flops = max(0, space.none.steady.flops() - self.none.steady.flops())
+            seen = set()
+            for numbers in space.solutions():
+                if tuple(numbers) not in seen:
+                    seen.add(tuple(numbers))
+                    found.append(self._candidate(space, numbers, more, flops))
+        return sorted(found, key=lambda c: (c.cost, c.estimate))
+
+    def _candidate(self, space: Space, numbers: Sequence[int], more_cost: float, more_flops: int) -> Candidate:
+        options = tuple(choices[k] for choices, k in zip(space.options, numbers, strict=True))
+        return Candidate(
+            space=space,
+            cost=more_cost + sum(o.cost for o in options),
+            flops=more_flops + sum(o.flops for o in options),
+            estimate=space.estimate(numbers),
+            plan=space.plan(options),
+            label="each layer by itself",
+            options=options,
+            away_bytes=sum(o.away_bytes for o in options),
+            stall=sum(o.stall for o in options),
+        )
+
+    @cached_property
+    def segmented(self) -> list[Candidate]:
+        """Plans that hold one input for several layers: they cost more than any other, and hold least."""
+        found = []
+        least = min(c.estimate for c in self.candidates)
+        for space in self.spaces:
+            for size in (s for s in SEGMENT_SIZES if s < space.num_layers):
+                layers = [LayerPlan(True, i // size, "replay") for i in range(space.num_layers)]
+                plan = Plan(layers, name="auto", **space.setting.as_given())
+                self._say(f"trying segments of {size} layers{space.setting}")
+                ran = space.run(plan)
+                if ran.peak_bytes < least:
+                    cost = self.price.of_step(ran.steady.rows) - self._none_cost
+                    flops = ran.steady.flops() - self.none.steady.flops()
+                    label = f"segments of {size} layers"
+                    found.append(
+                        Candidate(
+                            space, cost, flops, ran.peak_bytes, plan, label, peak_bytes=ran.peak_bytes, simulated=ran
+                        )
+                    )
+        return sorted(found, key=lambda c: (c.cost, c.estimate))
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """Return the cheapest plan whose peak on fake tensors is within the budget; None if there is none."""
+        if self.keeps_all.estimate <= budget_bytes:
+            return self.keeps_all
         for candidate in self.candidates:
-            if candidate.estimate <= budget_bytes * (1 + ESTIMATE_SLACK) and self.peak_of(candidate) <= budget_bytes:
+            if candidate.estimate <= budget_bytes and self.fits(candidate, budget_bytes):
                 return candidate
-        return None
+        return next((c for c in self.segmented if c.estimate <= budget_bytes), None)
+
+    def fits(self, candidate: Candidate, budget_bytes: int) -> bool:
+        """Whether the plan's run on fake tensors stays within the budgets of device, host and disk."""
+        room = candidate.space.room
+        if candidate.away_bytes and candidate.away_bytes > room.budget_bytes:
+            return False
+        if self.peak_of(candidate) > budget_bytes:
+            return False
+        return not candidate.away_bytes or candidate.simulated.steady.host_bytes <= room.budget_bytes
 
     def smallest(self) -> Candidate:
         """Return the plan with the lowest peak."""
-        return min(self.candidates[-8:] + [self.candidates[-1]], key=self.peak_of)
+        allowed = [c for c in self.candidates if not c.away_bytes or c.away_bytes <= c.space.room.budget_bytes]
+        lowest = sorted(allowed, key=lambda c: c.estimate)[:4]
+        return min([*lowest, *self.segmented], key=self.peak_of)
 
-    def next_cheaper(self, candidate: Candidate) -> Candidate | None:
+    def next_cheaper(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
         """Return the plan that a larger budget would allow next."""
-        cheaper = [c for c in self.candidates if c.cost < candidate.cost and c.estimate > candidate.estimate]
+        cheaper = [c for c in self.candidates if c.cost < candidate.cost and c.estimate > budget_bytes]
         return min(cheaper, key=lambda c: c.estimate, default=None)
 
     def peak_of(self, candidate: Candidate) -> int:
         """Return the plan's peak from a run of the real engine on fake tensors, in bytes."""
         if candidate.peak_bytes is None:
             self._say(f"checking a plan ({candidate.estimate / 2**30:.2f} GiB estimated)")
-            candidate.simulated = self._simulator.run(candidate.plan)
+            candidate.simulated = candidate.space.run(candidate.plan)
             candidate.peak_bytes = candidate.simulated.peak_bytes
         return candidate.peak_bytes
 
-    # -- the outer program's view
-    # ---------------------------------------------------------------------------------------
 
-    def _layers_as_seen(self) -> _Model:
-        """Peaks by layer and option. What a layer adds to the others comes from the run that replays everything; what
-        an option changes of that comes from runs in which every layer has another option."""
-        peaks = LayerPeaks.of(self.full, self.num_layers)
-        changes = self._measured_changes(peaks)
-        choices = []
-        for i, (record, options) in enumerate(zip(self.records, self.options, strict=True)):
-            measured = changes[record_key(record)]
-            choices.append(
-                [
-                    Choice(
-                        held=int(peaks.held[i] + measured[k].held),
-                        forward=int(peaks.forward[i] + measured[k].forward),
-                        backward=int(peaks.backward[i] + measured[k].backward),
-                        cost=option.cost,
-                    )
-                    for k, option in enumerate(options)
-                ]
-            )
-        return _Model(choices, int(peaks.loss), int(peaks.elsewhere))
-
-    def _measured_changes(self, full: LayerPeaks) -> dict[tuple, list[_Change]]:
-        """Return, by kind of layer and option, the change against replaying everything."""
-        kinds = [record_key(record) for record in self.records]
-        places: dict[tuple, list[int]] = {}
-        for i, kind in enumerate(kinds):
-            places.setdefault(kind, []).append(i)
-        rounds = max(-(-(len(self._inner[kind]) - 1) // len(layers)) for kind, layers in places.items())
-        found: dict[tuple, list[_Change]] = {k: [_Change(0, 0, 0)] * len(self._inner[k]) for k in places}
-        for turn in range(rounds):
-            self._say(f"measuring what each option holds ({turn + 1} of {rounds})")
-            picked = [0] * self.num_layers
-            for kind, layers in places.items():
-                for k, layer in enumerate(layers):
-                    picked[layer] = min(1 + turn * len(layers) + k, len(self._inner[kind]) - 1)
-            options = [choices[k] for choices, k in zip(self.options, picked, strict=True)]
-            seen = LayerPeaks.of(self._simulator.run(self._plan_of(options)), self.num_layers)
-            for i, k in enumerate(picked):
-                found[kinds[i]][k] = _Change(
-                    int(seen.held[i] - full.held[i]),
-                    int(seen.forward[i] - full.forward[i]),
-                    int(seen.backward[i] - full.backward[i]),
-                )
-        return found
-
-    def _estimate(self, plan: Sequence[int], model: _Model) -> int:
-        held, worst = 0, model.elsewhere
-        for choices, index in zip(model.choices, plan, strict=True):
-            worst = max(worst, held + choices[index].forward, held + choices[index].backward)
-            held += choices[index].held
-        return max(worst, held + model.loss_peak)
-
-    def _add(self, found: dict, plan: Sequence[int], model: _Model, label: str) -> None:
-        plan = tuple(plan)
-        if plan in found:
-            return
-        options = tuple(choices[i] for choices, i in zip(self.options, plan, strict=True))
-        found[plan] = Candidate(
-            options=options,
-            cost=sum(o.cost for o in options),
-            flops=sum(o.flops for o in options),
-            estimate=self._estimate(plan, model),
-            plan=self._plan_of(options),
-            label=label,
-        )
-
-    def _by_hand(self) -> list[tuple[str, list[int]]]:
-        """Uniform plans, and those that leave every n-th layer to be replayed."""
-        last = [len(options) - 1 for options in self.options]
-        plans = [("full", [0] * self.num_layers), ("none", last)]
-        plans += [(f"every_{n}", [0 if i % n == 0 else last[i] for i in range(self.num_layers)]) for n in (2, 3, 4)]
-        for depth in range(1, max(last)):
-            plans.append((f"uniform_{depth}", [min(depth, k) for k in last]))
-        return plans
-
-    def _plan_of(self, options: Sequence[Option]) -> Plan:
-        layers = []
-        for option, record in zip(options, self.records, strict=True):
-            decisions: dict[OpKey, Decision] = {}
-            if option.replay:
-                decisions = {record.ops[i].key: Decision.KEEP for i in sorted(option.keep)}
-            layers.append(LayerPlan(replay=option.replay, decisions=decisions))
-        return Plan(layers, name="auto")
-
-
-@dataclass(frozen=True)
-class _Change:
-    """Bytes more than with everything replayed."""
-
-    held: int
-    forward: int
-    backward: int
-
-
-@dataclass(frozen=True)
-class _Model:
-    choices: list[list[Choice]]
-    loss_peak: int
-    elsewhere: int
-
-
-@dataclass(frozen=True)
-class LayerPeaks:
-    """Bytes alive in a run, by layer: held: added from its forward to the next; forward, backward: the most while it
-    works, less what earlier layers hold; loss, elsewhere: the most between forward and backward (less all that layers
-    hold), and outside all layers."""
-
-    held: np.ndarray
-    forward: np.ndarray
-    backward: np.ndarray
-    loss: int
-    elsewhere: int
-
-    @classmethod
-    def of(cls, run: Simulated, num_layers: int) -> LayerPeaks:
-        trace = run.steady
-        total = trace.total
-        forward, head, backward = spans(trace, num_layers)
-        begin = np.array([total[a] for a, _ in forward] + [total[head[0]]])
-        held = np.diff(begin)
-        before = np.concatenate([[0], np.cumsum(held)])
-        peak_forward = np.array([total[a : b + 1].max() for a, b in forward]) - before[:-1]
-        peak_backward = np.array([total[a : b + 1].max() for a, b in backward]) - before[:-1]
-        loss = int(total[head[0] : head[1] + 1].max() - before[-1])
-        elsewhere = int(max(total[: forward[0][0] + 1].max(), total[backward[0][1] :].max()))
-        return cls(held, peak_forward, peak_backward, loss, elsewhere)
-
-
-def spans(trace: Trace, num_layers: int) -> tuple[list[tuple[int, int]], tuple[int, int], list[tuple[int, int]]]:
-    """Return where each layer's forward, the head, and each layer's backward lie in a trace's changes (last
-    micro-batch).
-
-    Raises ValueError if the layers do not run one by one, once each."""
-    last_batch = max(i for i, mark in enumerate(trace.marks) if mark.kind == "batch")
-    marks = trace.marks[last_batch + 1 :]
-    forward = [m.position for m in marks if m.kind == "forward"]
-    backward = [m.position for m in marks if m.kind == "backward"][::-1]
-    head = [m.position for m in marks if m.kind == "head"]
-    in_order = forward == sorted(forward) and backward == sorted(backward, reverse=True)
-    if len(forward) != num_layers or len(backward) != num_layers or len(head) != 1 or not in_order:
-        raise ValueError("auto: this model's layers do not run one by one, once each; choose another strategy")
-    ends = [*forward[1:], head[0]]
-    back = list(zip(backward, [len(trace.total) - 1, *backward[:-1]], strict=True))
-    return list(zip(forward, ends, strict=True)), (head[0], backward[-1]), back
-
-
-def record_key(record: Record) -> tuple:
-    """Layers with equal keys can be treated alike."""
-    ops = tuple((op.key, op.func, op.reads, op.makes, op.writes, op.flops, op.num_bytes) for op in record.ops)
-    return ops, tuple(record.saved), tuple(record.producer), tuple(record.storage_bytes)
-
-
-def keep_all(record: Record) -> Option:
-    """The layer left to autograd: all that it saves of the layer's own, and no replay."""
-    storages = {s.storage for s in record.saved if record.producer[s.storage] >= 0}
-    return Option(frozenset(), sum(record.storage_bytes[s] for s in storages), 0.0, 0, replay=False)
-
-
-def sum_flops(record: Record) -> int:
-    """Return the FLOPs of the whole layer."""
-    return sum(op.flops for op in record.ops)
+def _tiles_for(space: Space) -> int:
+    """Return the number of tiles, a power of 2, at which the widest tensor of a layer is half its input at most."""
+    widest = max((op.num_bytes / max(1, input_bytes(r)) for r in space.records for op in r.ops), default=1)
+    tiles = 2
+    while tiles < min(2 * widest, MOST_TILES):
+        tiles *= 2
+    return tiles

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
-
-from ckpt.engine.keys import ATTENTION
 from ckpt.engine.program import Program, build_program
-from ckpt.engine.record import Op, Record
-from ckpt.hardware import Device
+from ckpt.engine.record import Record
 from ckpt.plan import Decision
+from ckpt.solver.price import Price
 
 # 2**EXHAUSTIVE subsets are priced; beyond, the greedy chain.
 EXHAUSTIVE = 9
@@ -32,8 +29,9 @@ EXHAUSTIVE = 9
 class Option:
     """One way to treat a layer that is replayed, or (replay=False) the layer left to autograd.
 
-    keep: indices of the ops whose outputs are kept. held_bytes: from forward to backward, beside the layer's input.
-    cost: of its replay, in the unit of the price. flops: the same in FLOPs.
+    keep: indices of the ops whose outputs are kept. held_bytes: on the device from forward to backward, beside the
+    layer's input. cost: of its replay and of waiting for the link, in the unit of the price. flops: of the replay.
+    offload_input, offload_kept: what is held off the device. away_bytes: how much that is, the input included.
     """
 
     keep: frozenset[int]
@@ -42,9 +40,10 @@ class Option:
     flops: int
     replay: bool = True
     ops_run: int = 0
-
-
-Price = Callable[[Op, Record], float]
+    offload_input: bool = False
+    offload_kept: bool = False
+    away_bytes: int = 0
+    stall: float = 0.0
 
 
 @dataclass
@@ -107,6 +106,19 @@ def pareto(options: Iterable[Option]) -> list[Option]:
     return kept
 
 
+def thin(options: list[Option], most: int) -> list[Option]:
+    """Leave so many options of a frontier: those drop out first whose lack raises the staircase of cost over bytes
+    least. The first and the last stay."""
+    options = list(options)
+    while len(options) > max(2, most):
+        losses = [
+            (options[k - 1].cost - options[k].cost) * (options[k + 1].held_bytes - options[k].held_bytes)
+            for k in range(1, len(options) - 1)
+        ]
+        del options[1 + losses.index(min(losses))]
+    return options
+
+
 def _candidates(record: Record, pricing: Pricing, base: Option) -> list[int]:
     """Ops whose outputs alone save something: those that autograd saves, and those that cost FLOPs.
 
@@ -154,28 +166,3 @@ def _greedy_chain(pricing: Pricing, start: Option, candidates: list[int]) -> lis
         current = pricing.option([*current.keep, i])
         chain.append(current)
     return chain
-
-
-def flops_price(op: Op, record: Record) -> float:
-    """FLOPs; among equals, fewer bytes moved. The second part stays below one FLOP of any matmul worth the name."""
-    return op.flops + 1e-9 * bytes_moved(op, record)
-
-
-def seconds_price(device: Device) -> Price:
-    """Seconds by the device's roofline: the longer of computing and moving, at least what launching takes."""
-
-    def price(op: Op, record: Record) -> float:
-        dtype = next((o.dtype for o in op.outputs if o is not None), torch.float32)
-        peak = device.flops.get(dtype) or device.flops[torch.float32]
-        share = device.attention_share if op.key.op == ATTENTION else device.matmul_share
-        moving = bytes_moved(op, record) / (device.bandwidth * device.bandwidth_share)
-        return max(op.flops / (peak * share), moving, device.op_seconds)
-
-    return price
-
-
-def bytes_moved(op: Op, record: Record) -> int:
-    """Bytes an op reads and writes; views move none."""
-    if op.is_view:
-        return 0
-    return sum(record.storage_bytes[s] for s in dict.fromkeys((*op.reads, *op.makes, *op.writes)))

@@ -1,0 +1,65 @@
+"""Read a simulated step by layer: what each layer adds to the others, and the most alive while it works.
+
+Owns the arithmetic on traces. Knows no option and no plan.
+
+    peaks = LayerPeaks.of(simulator.run("full"))
+    peaks.held[3]       # bytes that layer 3 leaves behind for its backward
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpt.simulate import Simulated
+from ckpt.trace import Trace
+
+
+@dataclass(frozen=True)
+class LayerPeaks:
+    """Bytes alive in a run, by layer: held: added from its forward to the next; forward, backward: the most while it
+    works, less what earlier layers hold; loss, elsewhere: the most between forward and backward (less all that layers
+    hold), and outside all layers."""
+
+    held: np.ndarray
+    forward: np.ndarray
+    backward: np.ndarray
+    loss: int
+    elsewhere: int
+
+    @classmethod
+    def of(cls, run: Simulated, held: np.ndarray | None = None) -> LayerPeaks:
+        """Read the steady step.
+
+        held: by layer, if it is known better than a look at the forward can tell (what is on its way out counts there).
+        """
+        trace = run.steady
+        total = trace.total
+        forward, head, backward = spans(trace, run.num_layers)
+        begin = np.array([total[a] for a, _ in forward] + [total[head[0]]])
+        held = np.diff(begin) if held is None else held
+        before = np.concatenate([[0], np.cumsum(held)])
+        peak_forward = np.array([total[a : b + 1].max() for a, b in forward]) - before[:-1]
+        peak_backward = np.array([total[a : b + 1].max() for a, b in backward]) - before[:-1]
+        loss = int(total[head[0] : head[1] + 1].max() - before[-1])
+        elsewhere = int(max(total[: forward[0][0] + 1].max(), total[backward[0][1] :].max()))
+        return cls(held, peak_forward, peak_backward, loss, elsewhere)
+
+
+def spans(trace: Trace, num_layers: int) -> tuple[list[tuple[int, int]], tuple[int, int], list[tuple[int, int]]]:
+    """Return where each layer's forward, the head, and each layer's backward lie in a trace's changes (last
+    micro-batch).
+
+    Raises ValueError if the layers do not run one by one, once each."""
+    last_batch = max(i for i, mark in enumerate(trace.marks) if mark.kind == "batch")
+    marks = trace.marks[last_batch + 1 :]
+    forward = [m.position for m in marks if m.kind == "forward"]
+    backward = [m.position for m in marks if m.kind == "backward"][::-1]
+    head = [m.position for m in marks if m.kind == "head"]
+    in_order = forward == sorted(forward) and backward == sorted(backward, reverse=True)
+    if len(forward) != num_layers or len(backward) != num_layers or len(head) != 1 or not in_order:
+        raise ValueError("auto: this model's layers do not run one by one, once each; choose another strategy")
+    ends = [*forward[1:], head[0]]
+    back = list(zip(backward, [len(trace.total) - 1, *backward[:-1]], strict=True))
+    return list(zip(forward, ends, strict=True)), (head[0], backward[-1]), back

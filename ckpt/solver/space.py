@@ -1,0 +1,285 @@
+"""The plan space under one setting of loss and tiles: kinds of layer, their options, what each adds to a peak.
+
+Peaks by layer and option are measured, not modelled: what a layer adds to the others comes from the run that replays
+everything; what an option changes of that comes from runs in which every layer has another option.
+
+    space = Space(simulator, Setting(), price)
+    for options in space.solutions(): space.estimate(options)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ckpt.engine.keys import OpKey
+from ckpt.engine.record import Record
+from ckpt.plan import Decision, LayerPlan, Plan
+from ckpt.simulate import Simulated, Simulator
+from ckpt.solver.away import Room, away_options, input_bytes
+from ckpt.solver.inner import Option, inner_frontier, thin
+from ckpt.solver.outer import Choice, peak_of, solve
+from ckpt.solver.peaks import LayerPeaks
+from ckpt.solver.price import Price
+
+# Measuring options runs layers on fake tensors; these many op calls of them at most (about 10 s), but MEASURED_ROUNDS
+# of the model at least one and at most that.
+MEASURED_OP_CALLS = 12_000
+MEASURED_ROUNDS = 6
+# Options of a kind of layer that are measured at least, however large it is.
+FEWEST_OPTIONS = 6
+# Budgets at which the outer program is solved: without and with offload, there for each price of a byte moved.
+NUM_BUDGETS = 192
+NUM_BUDGETS_AWAY = 24
+AWAY_PRICES = (0.0, 0.03, 0.1, 0.3)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What holds for all layers. None: as the workload says."""
+
+    loss: str | None = None
+    tile_mlp: int | None = None
+
+    def __str__(self) -> str:
+        said = ([f"loss {self.loss}"] if self.loss else []) + (
+            [f"MLP in {self.tile_mlp} tiles"] if self.tile_mlp else []
+        )
+        return f" ({', '.join(said)})" if said else ""
+
+    def as_given(self) -> dict:
+        """Return the arguments of `Simulator.run`."""
+        return {"loss": self.loss, "tile_mlp": self.tile_mlp}
+
+
+class Space:
+    """Options of every layer under one setting."""
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        setting: Setting,
+        price: Price,
+        room: Room | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        self.setting, self.price, self.room = setting, price, room
+        self._simulator, self._say = simulator, say
+        say(f"keeping everything on fake tensors{setting}")
+        self.none = self.run("none")
+        self.num_layers = self.none.num_layers
+
+    @cached_property
+    def full(self) -> Simulated:
+        """Two steps that replay every layer."""
+        self._say("replaying every layer on fake tensors")
+        return self.run("full")
+
+    def prepare(self) -> None:
+        """Find the options of every layer and measure them; all else but `none` and `full` needs it."""
+        self.records = [self.full.programs[i].record for i in range(self.num_layers)]
+        keys: dict[tuple, int] = {}
+        self.kinds = [keys.setdefault(record_key(record), len(keys)) for record in self.records]
+        self._rounds = min(MEASURED_ROUNDS, max(1, MEASURED_OP_CALLS // sum(len(r.ops) for r in self.records)))
+        self.kept = [self._options_of(self.records[self.kinds.index(kind)], kind) for kind in keys.values()]
+        self.options = [self.kept[kind] for kind in self.kinds]  # by layer
+        self._peaks = LayerPeaks.of(self.full)
+        self._choices = self._measure()
+
+    def run(self, strategy) -> Simulated:
+        """Make two steps on fake tensors under this setting."""
+        return self._simulator.run(strategy, **self.setting.as_given())
+
+    def _options_of(self, record: Record, kind: int) -> list[Option]:
+        self._say(f"pricing what a kind of layer can keep ({len(record.ops)} ops)")
+        options = [] if record.is_data_dependent else inner_frontier(record, self.price)
+        if not options:
+            options = [
+                Option(frozenset(), 0, float(sum(self.price(op, record) for op in record.ops)), sum_flops(record))
+            ]
+        most = max(FEWEST_OPTIONS, self._rounds * self.kinds.count(kind))
+        away = []
+        if self.room is not None and not record.is_data_dependent:
+            away = away_options(options, record, self.price, self.room)
+            most = max(FEWEST_OPTIONS, most - len(away))
+        return [*thin([*options, keep_all(record)], most), *away]
+
+    # -- peaks
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _measure(self) -> list[list[Choice]]:
+        """Return, by layer and option, the bytes it holds and needs.
+
+        In each run the layers in front have options not seen before, the others are replayed whole: equal layers are
+        run once."""
+        places: dict[int, list[int]] = {}
+        for layer, kind in enumerate(self.kinds):
+            places.setdefault(kind, []).append(layer)
+        open_ = {kind: list(range(1, len(options))) for kind, options in enumerate(self.kept)}
+        changes = [[(0, 0, 0)] * len(options) for options in self.kept]
+        rounds = max(-(-len(todo) // len(places[kind])) for kind, todo in open_.items())
+        for turn in range(rounds):
+            self._say(f"measuring what each option holds ({turn + 1} of {rounds})")
+            picked = [0] * self.num_layers
+            for kind, layers in places.items():
+                for layer in layers:
+                    if open_[kind]:
+                        picked[layer] = open_[kind].pop(0)
+            self._note(picked, changes)
+        full = self._peaks
+        return [
+            [
+                Choice(
+                    held=int(full.held[i]) + held,
+                    forward=int(full.forward[i]) + forward,
+                    backward=int(full.backward[i]) + backward + option.away_bytes,
+                    cost=option.cost,
+                )
+                for option, (held, forward, backward) in zip(self.options[i], changes[kind], strict=True)
+            ]
+            for i, kind in enumerate(self.kinds)
+        ]
+
+    def _note(self, picked: list[int], changes: list[list[tuple[int, int, int]]]) -> None:
+        options = [self.options[i][k] for i, k in enumerate(picked)]
+        full = self._peaks
+        held = None
+        if any(o.away_bytes for o in options):
+            # What is on its way out stands in the forward of the layer behind: there held bytes are counted, not seen.
+            # The input of a layer that is replayed is what the layer before leaves behind.
+            gone = [input_bytes(r) if o.offload_input else 0 for r, o in zip(self.records, options, strict=True)]
+            held = full.held + np.array([o.held_bytes if o.replay else 0 for o in options]) - np.array(gone)
+            for i, option in enumerate(options):
+                if not option.replay:
+                    held[i] += changes[self.kinds[i]][picked[i]][0]
+        seen = LayerPeaks.of(self.run(self.plan(options)), held)
+        for i, k in enumerate(picked):
+            if k:
+                before = options[i - 1].away_bytes if i and options[i].away_bytes else 0  # comes back meanwhile
+                changes[self.kinds[i]][k] = (
+                    int(seen.held[i] - full.held[i]),
+                    int(seen.forward[i] - full.forward[i]),
+                    int(seen.backward[i] - full.backward[i]) - before,
+                )
+
+    def estimate(self, plan: Sequence[int]) -> int:
+        """Estimate the peak of a plan, given by layer as the number of its option."""
+        held, worst, before = 0, self._peaks.elsewhere, 0
+        for i, k in enumerate(plan):
+            choice, away = self._choices[i][k], self.options[i][k].away_bytes
+            # The choice counts as coming back what the layer itself sent; it is what the layer before it sent.
+            backward = choice.backward - away + (before if away else 0)
+            worst = max(worst, held + choice.forward, held + backward)
+            held += choice.held
+            before = away
+        return max(worst, held + self._peaks.loss)
+
+    # -- plans
+    # ------------------------------------------------------------------------------------------------------------
+
+    def solutions(self) -> Iterator[list[int]]:
+        """Solve the outer program at a row of budgets, and yield uniform plans beside."""
+        self._say("solving for the layers")
+        bounds = (self.smallest_budget(None), self.none.peak_bytes)
+        for budget in np.linspace(*bounds, NUM_BUDGETS).astype(np.int64):
+            yield from self._solved(int(budget), None)
+        if self.room is not None:
+            dearest = sum(c[0].cost for c in self._choices) / max(1, sum(map(input_bytes, self.records)))
+            for share in AWAY_PRICES:
+                bounds = (self.smallest_budget(share * dearest), self.none.peak_bytes)
+                for budget in np.linspace(*bounds, NUM_BUDGETS_AWAY).astype(np.int64):
+                    yield from self._solved(int(budget), share * dearest)
+        yield from self._by_hand()
+
+    def smallest_budget(self, away_price: float | None) -> int:
+        """Return the least budget for which the outer program finds a plan, to within 0.05%."""
+        choices, _ = self._offered(away_price)
+        low, high = (
+            self._peaks.elsewhere,
+            max(self.none.peak_bytes, peak_of(choices, self._peaks.loss, [0] * self.num_layers)),
+        )
+        while high - low > max(1, high // 2000):
+            middle = (low + high) // 2
+            if solve(choices, self._peaks.loss, middle) is None:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def _solved(self, budget: int, away_price: float | None) -> Iterator[list[int]]:
+        choices, numbers = self._offered(away_price)
+        found = solve(choices, self._peaks.loss, budget)
+        if found is not None:
+            plan = [numbers[i][k] for i, k in enumerate(found)]
+            yield self.gathered(plan, budget)
+
+    def _offered(self, away_price: float | None) -> tuple[list[list[Choice]], list[list[int]]]:
+        """Choices of the outer program. away_price: cost of a byte moved beside its stall; None: nothing is moved."""
+        choices, numbers = [], []
+        for i, options in enumerate(self.options):
+            is_last = i == self.num_layers - 1  # its backward comes at once
+            offered = [k for k, o in enumerate(options) if not o.away_bytes or (away_price is not None and not is_last)]
+            numbers.append(offered)
+            choices.append([self._priced(self._choices[i][k], options[k], away_price or 0.0) for k in offered])
+        return choices, numbers
+
+    def _priced(self, choice: Choice, option: Option, away_price: float) -> Choice:
+        if not option.away_bytes or not away_price:
+            return choice
+        return Choice(choice.held, choice.forward, choice.backward, choice.cost + away_price * option.away_bytes)
+
+    def gathered(self, plan: list[int], budget: int) -> list[int]:
+        """Put equal options side by side, those that hold least in front, where that still fits: such a plan is easier
+        to read, and its dry run runs equal layers once."""
+        sorted_ = list(plan)
+        for kind in range(len(self.kept)):
+            layers = [i for i, k in enumerate(self.kinds) if k == kind]
+            free = [i for i in layers if not (i == self.num_layers - 1 and self.room is not None)]
+            order = sorted((plan[i] for i in free), key=lambda k: (self._choices[layers[0]][k].held, k))
+            for i, k in zip(free, order, strict=True):
+                sorted_[i] = k
+        return sorted_ if self.estimate(sorted_) <= max(budget, self.estimate(plan)) else plan
+
+    def _by_hand(self) -> Iterator[list[int]]:
+        """Uniform plans, and those that leave every n-th layer to be replayed."""
+        plain = [[k for k, o in enumerate(options) if not o.away_bytes] for options in self.options]
+        last = [options[-1] for options in plain]
+        yield [0] * self.num_layers
+        yield last
+        for n in (2, 3, 4):
+            yield [0 if i % n == 0 else last[i] for i in range(self.num_layers)]
+        for depth in range(1, max(map(len, plain))):
+            yield [options[min(depth, len(options) - 1)] for options in plain]
+
+    def plan(self, options: Sequence[Option]) -> Plan:
+        """Return the plan that gives each layer its option."""
+        layers = []
+        for option, record in zip(options, self.records, strict=True):
+            decisions: dict[OpKey, Decision] = {}
+            if option.replay:
+                what = Decision.OFFLOAD if option.offload_kept else Decision.KEEP
+                decisions = {record.ops[i].key: what for i in sorted(option.keep)}
+            layers.append(LayerPlan(replay=option.replay, decisions=decisions, offload_input=option.offload_input))
+        moves = any(o.away_bytes for o in options)
+        offload = {"target": self.room.target, "directory": self.room.directory} if moves else None
+        return Plan(layers, name="auto", offload=offload, **self.setting.as_given())
+
+
+def record_key(record: Record) -> tuple:
+    """Layers with equal keys can be treated alike."""
+    ops = tuple((op.key, op.func, op.reads, op.makes, op.writes, op.flops, op.num_bytes) for op in record.ops)
+    return ops, tuple(record.saved), tuple(record.producer), tuple(record.storage_bytes)
+
+
+def keep_all(record: Record) -> Option:
+    """The layer left to autograd: all that it saves of the layer's own, and no replay."""
+    storages = {s.storage for s in record.saved if record.producer[s.storage] >= 0}
+    return Option(frozenset(), sum(record.storage_bytes[s] for s in storages), 0.0, 0, replay=False)
+
+
+def sum_flops(record: Record) -> int:
+    """Return the FLOPs of the whole layer."""
+    return sum(op.flops for op in record.ops)
