@@ -2,8 +2,9 @@
 
 Plans come from the outer program at a row of budgets between the smallest feasible one and what keeping everything
 needs, and from the strategies that people choose by hand; each has a cost and an estimated peak. Asked for a budget,
-the frontier goes through the plans from the cheapest and runs them on fake tensors until one really fits. The plans do not
-depend on the budget asked for, and a plan that fits a budget fits every larger one: so more budget never costs more.
+the frontier goes through the plans from the cheapest and runs them on fake tensors until one really fits. The plans do
+not depend on the budget asked for, and a plan that fits a budget fits every larger one: so more budget never costs
+more.
 
 Settings that hold for all layers (tiles of the MLP, chunks of the loss) each make a space of plans; so does offload.
 """
