@@ -19,7 +19,7 @@ from ckpt.engine.program import Program
 from ckpt.engine.record import ARG, Record
 from ckpt.hardware import Device
 from ckpt.plan import Decision, LayerPlan, Plan, Policy, Rule
-from ckpt.solver.inner import Price, seconds_price
+from ckpt.solver.price import Price, SecondsPrice
 
 # What is done with an op's results. FREE: nobody needs them again, so they are neither kept nor made again.
 KEEP, OFFLOAD, RECOMPUTE, FREE = "keep", "offload", "recompute", "free"
@@ -91,7 +91,7 @@ def explain(
     a run of "full" knows it (`simulator.run("full").programs[i].record`); without, such layers have no rows. price: of
     one op, in seconds, in place of the device's roofline.
     """
-    price = price or (None if device is None else seconds_price(device))
+    price = price or (None if device is None else SecondsPrice(device))
     rules = [_rule(ran, i) for i in range(ran.num_layers)]
     known: dict[int, list[OpRow]] = {}  # by record: layers that were traced once share theirs
     found: dict[tuple, list[int]] = {}

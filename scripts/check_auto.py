@@ -114,7 +114,8 @@ def check(arch: str, tokens: int, layers: int, hidden: int, num_budgets: int) ->
         last = ran.flops
         print(
             f"| {budget / MIB:.2f} | {ran.peak_bytes / MIB:.2f} | {best.peak_bytes / MIB:.2f} "
-            f"| {ran.flops / none.flops:.4f} | {'yes' if ran.equals(none) else 'NO'} | {'; '.join(filter(None, faults))} |",
+            f"| {ran.flops / none.flops:.4f} | {'yes' if ran.equals(none) else 'NO'} "
+            f"| {'; '.join(filter(None, faults))} |",
             flush=True,
         )
     print("\n| baseline | its peak MiB | its FLOPs / none | auto's peak | auto's FLOPs / none | |")

@@ -73,6 +73,11 @@ class Frontier:
         """The steps that keep everything, loss and tiles as given."""
         return self.space.none
 
+    @property
+    def full(self) -> Simulated:
+        """The steps that replay every layer, loss and tiles as given."""
+        return self.space.full
+
     @cached_property
     def keeps_all(self) -> Candidate:
         """The plan that does nothing."""
