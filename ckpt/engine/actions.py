@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from ckpt.engine.ops import written_arguments
+from ckpt.engine.ops import storage_of, written_arguments
 from ckpt.engine.record import Op, TensorMeta
 
 
@@ -119,7 +119,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
     """True for a tensor without data, which nothing may read."""
-    return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
+    return storage_of(tensor).nbytes() == 0 and tensor.numel() > 0
 
 
 def reads_placeholder(args, kwargs) -> bool:
@@ -140,4 +140,4 @@ def _returns_list(op: Op) -> bool:
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if the two lie in one storage."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return storage_of(a)._cdata == storage_of(b)._cdata

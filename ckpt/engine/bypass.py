@@ -18,8 +18,9 @@ from ckpt.engine.ops import UNINITIALISED
 if TYPE_CHECKING:
     from ckpt.engine.record import Record
 
-# Our own functions whose work is done by torch ops alone.
-_TRANSPARENT = {"TiledChain"}
+# Functions whose work is done by torch ops alone: our own, DTensor's way in, out and around (torch 2.11 to 2.13), and
+# transformers' all-reduce of gradients, which is the identity in forward.
+_TRANSPARENT = {"TiledChain", "_FromTorchTensor", "_ToTorchTensor", "Redistribute", "_AllReduceBackward"}
 
 
 class PythonReads(TorchFunctionMode):

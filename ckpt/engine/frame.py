@@ -19,6 +19,7 @@ from ckpt.engine.actions import Mismatch, same_storage
 from ckpt.engine.bypass import python_functions
 from ckpt.engine.call import Call
 from ckpt.engine.context import GeneratorStates, Settings, generators
+from ckpt.engine.gathered import gathered
 from ckpt.engine.modes import Capture, Replay
 from ckpt.engine.outside import Unwritten, WriteNothingOutside
 from ckpt.engine.program import Pack, Program, Stage
@@ -361,7 +362,7 @@ class Frame:
         with region.surroundings.restored(self.settings, self.call.device.type), generators(self.rng, self.call.device):
             with named(region.name, "replay"), saved_tensors_hooks(pack, _never), torch.enable_grad():
                 try:
-                    with mode:
+                    with gathered(region.layer), mode:
                         output = self.call.again()
                 except _Finished:
                     pass
@@ -405,6 +406,7 @@ class Frame:
             named(self.region.name, "replay"),
             saved_tensors_hooks(lambda tensor: None, _never),
             torch.enable_grad(),
+            gathered(self.region.layer),
             self._shield(None),
         ):
             try:

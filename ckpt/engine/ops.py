@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Unreplayable(ValueError):
@@ -48,6 +49,18 @@ UNINITIALISED = {
 # Batch norms write their running statistics, which their schemas do not say.
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 _BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return the storage that holds the tensor's values: of a DTensor, this rank's part; of the result of a collective
+    that may be under way (AsyncCollectiveTensor), what it wraps."""
+    while type(tensor) not in _PLAIN:
+        inner = getattr(tensor, "_local_tensor", None)
+        inner = getattr(tensor, "elem", None) if inner is None else inner
+        if not isinstance(inner, torch.Tensor):
+            break
+        tensor = inner
+    return tensor.untyped_storage()
 
 
 def is_parameter_cast(func: Any, args: tuple) -> bool:

@@ -22,7 +22,14 @@ from torch.utils._pytree import tree_leaves
 
 from ckpt.engine.bypass import PythonReads, unseen_writes
 from ckpt.engine.keys import OpKey, canonical_op, canonical_path
-from ckpt.engine.ops import IGNORED, is_data_dependent, is_parameter_cast, is_random, written_arguments
+from ckpt.engine.ops import (
+    IGNORED,
+    is_data_dependent,
+    is_parameter_cast,
+    is_random,
+    storage_of,
+    written_arguments,
+)
 from ckpt.flops import op_flops
 
 # Producers of storages that no op of the layer made.
@@ -166,7 +173,7 @@ class Recorder(TorchDispatchMode):
         if len(self._stack) > 1:
             self._stack.pop()
         if isinstance(output, torch.Tensor):
-            number = self._storages.get(output.untyped_storage()._cdata)
+            number = self._storages.get(storage_of(output)._cdata)
             if number is not None and self.record.producer[number] >= 0:
                 self.record.module_outputs[number] = name
 
@@ -176,13 +183,13 @@ class Recorder(TorchDispatchMode):
         state: the layer's parameters and buffers, to be found again among the storages that the ops read."""
         record = self.record
         record.module_outputs = {s: name for s, name in record.module_outputs.items() if self._calls[name] == 1}
-        record.state = tuple(self._storages.get(t.untyped_storage()._cdata) for t in state)
+        record.state = tuple(self._storages.get(storage_of(t)._cdata) for t in state)
         record.bypasses += unseen_writes(record)
         return record
 
     def read_by_python(self, tensor: torch.Tensor, method: str) -> None:
         """Note that Python reads the tensor's values, or takes a pointer to them, without an op."""
-        number = self._storages.get(tensor.untyped_storage()._cdata)
+        number = self._storages.get(storage_of(tensor)._cdata)
         if number is None or self.record.producer[number] == EXTERNAL:
             return  # not made here: a replay reads the same
         if method == "tolist":  # read in Python, which may go another way next time
@@ -191,7 +198,7 @@ class Recorder(TorchDispatchMode):
             self.record.bypasses.append(f"Tensor.{method}")
 
     def _number(self, tensor: torch.Tensor, producer: int) -> int:
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         cdata = storage._cdata
         number = self._storages.get(cdata)
         if number is None:

@@ -2,8 +2,8 @@
 
 The layers are called one by one by the model's own loop, so a segment is not one function. Instead each layer after the
 first drops its hidden states and links to the layer before: on replay it asks that layer to run again. Whether a
-layer's argument is the previous layer's output is seen by identity and version; if a model changes it in between, the
-layer holds its input and starts a new segment.
+layer's argument is the previous layer's output is seen by identity (FSDP2 hands on an alias of it) and version; if a
+model changes it in between, the layer holds its input and starts a new segment.
 
 `keep` (Chen et al. 2016, arXiv:1604.06174, sec. 4): the way to the last layer collects every layer's saved tensors: one
 extra forward, the whole segment's activations alive at once. `replay`: the way re-creates inputs alone, then each
@@ -20,6 +20,20 @@ import torch
 
 if TYPE_CHECKING:
     from ckpt.engine.frame import Frame
+
+
+def _is_same(tensor: torch.Tensor, output: torch.Tensor) -> bool:
+    """True for the tensor itself, and for an alias of all of it."""
+    if tensor is output:
+        return True
+    return (
+        type(tensor) is type(output)
+        and tensor.shape == output.shape
+        and tensor.stride() == output.stride()
+        and tensor.storage_offset() == output.storage_offset()
+        and tensor.dtype == output.dtype
+        and tensor.untyped_storage()._cdata == output.untyped_storage()._cdata
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +73,7 @@ class SegmentTail:
         for path, reference, version in self._outputs:
             output = reference()
             for position, tensor in enumerate(tensors):
-                if output is not None and tensor is output and output._version == version:
+                if output is not None and _is_same(tensor, output) and output._version == version:
                     return Found(position, frame, path, self.inner)
         return None
 
