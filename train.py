@@ -9,13 +9,14 @@ python train.py --cfg job                                    # every key and its
 
 from recipes.cli import main
 from recipes.config import Config
+from recipes.distributed import start_ranks
 from recipes.programs import run_program
 from recipes.rundir import open_run
 
 
 def train(cfg: Config) -> None:
-    """Open the run's directory, run the recipe in it, print how it ended."""
-    with open_run(cfg) as run:
+    """Join the ranks, open the run's directory, run the recipe in it, print how it ended."""
+    with start_ranks(cfg) as ranks, open_run(cfg, ranks) as run:
         run_program(cfg, run)
     run.console.end(run.summary, run.path)
 

@@ -1,11 +1,12 @@
 """The parts of a run put together, in the one order that works:
 
-    prediction -> adapter -> number format -> attention -> ckpt.apply -> compile -> optimizer -> train state
+    prediction -> adapter -> tensor parallel -> number format -> attention -> ckpt.apply -> compile -> shard -> optimizer
+    -> train state
 
-The prediction first: it needs no weights. Adapters next: they add modules inside the layers. The number format before
-`ckpt.apply`, so that what is measured has its final dtype. Compilation after it, since it captures what is there. The
-optimizer last: it must hold the parameters that are trained in the end. `pretrain.py` and `finetune.py` are the
-programs that use these parts.
+The prediction first: it needs no weights. Adapters next: they add modules inside the layers. Tensors are split while
+they are plain. The number format before `ckpt.apply`, so that what is measured has its final dtype. Compilation after
+it, since it captures what is there. Sharding replaces every parameter, so the optimizer comes last: it must hold those
+that are trained in the end. `pretrain.py` and `finetune.py` are the programs that use these parts.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.attention import choose, prepare, watch_masks
+from ckpt import parallel
+from ckpt.attention import choose, watch_masks
+from ckpt.attention import prepare as prepare_attention
 from recipes.config import Config
 from recipes.data import Data, build_data
 from recipes.forecast import Foreseen
 from recipes.loop import unwrapped
 from recipes.optim import build_optimizer, build_scheduler
-from recipes.precision import DTYPES, Precision
+from recipes.precision import DTYPES, Precision, prepare
+from recipes.rng import seed_everything
 from recipes.rundir import RunDir
 from recipes.train_state import TrainState
 from recipes.workload import workload_of
@@ -36,6 +40,7 @@ def build_data_of(cfg: Config, tokenizer: Any) -> Data:
         path=chosen.path, name=chosen.name, subset=chosen.subset, split=chosen.split, column=chosen.column,
         max_documents=chosen.max_documents, eval_fraction=chosen.eval_fraction, shuffle=chosen.shuffle,
         streaming=chosen.streaming, augment=chosen.augment, seed=cfg.seed,
+        rank=run.ranks.data_index, world_size=run.ranks.num_data,
     )  # fmt: skip
 
 
@@ -46,6 +51,41 @@ def read_data(cfg: Config, tokenizer: Any, run: RunDir) -> Data:
     return data
 
 
+def split_tensors(model: nn.Module, run: RunDir) -> None:
+    """Split the layers over the ranks of `parallel.tensor`, and say how all ranks are laid out."""
+    layout = run.ranks.layout
+    if layout is None:
+        return
+    parallel.split_tensors(model, layout)
+    run.console.say(f"ranks {layout.degrees.num_ranks}: {layout.degrees}")
+    run.describe(parallel=layout.degrees.to_dict())
+
+
+def set_precision(cfg: Config, model: nn.Module, run: RunDir) -> Precision:
+    """Cast the model to `dtype`. Sharding in bf16 keeps fp32 shards, which are the masters, and gathers bf16."""
+    layout = run.ranks.layout
+    if cfg.dtype != "bf16" or layout is None or not layout.degrees.shards_parameters:
+        return prepare(model, cfg.dtype)
+    parallel.cast(model, cfg.dtype)
+    return Precision(model, {})
+
+
+def shard(cfg: Config, model: nn.Module, precision: Precision, run: RunDir) -> Precision:
+    """Shard parameters, gradients and optimizer state over ranks; return what the optimizer must update then.
+
+    Each rank then draws dropout masks of its own, but for those that compute the same tokens.
+    """
+    ranks = run.ranks
+    if ranks.layout is None:
+        return precision
+    seed_everything(cfg.seed + ranks.token_index)
+    if not ranks.layout.degrees.shards_parameters:
+        return precision
+    precision.undo()
+    parallel.shard(model, ranks.layout, dtype=cfg.dtype, reshard=cfg.parallel.reshard)
+    return Precision(model, {})
+
+
 def set_attention(cfg: Config, model: nn.Module, device: torch.device, run: RunDir) -> None:
     """Choose the attention kernel for this model, device and packing; say and note which one runs, and why."""
     packing = cfg.data.packing
@@ -53,7 +93,9 @@ def set_attention(cfg: Config, model: nn.Module, device: torch.device, run: RunD
         unwrapped(model), cfg.attn, device=device, dtype=DTYPES[cfg.dtype], packing=packing, seq_len=cfg.seq_len
     )
     choice.activate()
-    prepare(model, packing, choice.implementation)
+    prepare_attention(model, packing, choice.implementation)
+    if run.ranks.layout is not None:
+        parallel.attend_in_sequence_shards(model, run.ranks.layout)
     watch_masks(model, forbid=cfg.attn == "flash", say=run.console.say)
     run.console.say(f"attention {choice}")
     run.describe(attention={"implementation": choice.implementation, "kernel": choice.kernel, "why": choice.why})

@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipes.allocator import keep_freed_memory
 from recipes.config import Config, from_dict, to_dict
+from recipes.distributed import OtherRankFailed
 from recipes.errors import RunStopped, is_disk_full, is_mistake, one_line
 from recipes.resuming import continued
 from recipes.schema import docs
@@ -74,14 +75,21 @@ def main(task: Callable[[Config], None]) -> None:
     except (Exception, KeyboardInterrupt) as error:
         failures.append(error)
     if failures:
-        sys.exit(report(failures[0], argv))
+        code = report(failures[0], argv)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            # Taking a process group down waits for the other ranks, and these may wait for us.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        sys.exit(code)
 
 
 def report(error: BaseException, argv: Sequence[str]) -> int:
     """Print an error in one line, with its traceback only if asked for, and return the exit code."""
     if os.environ.get("CKPT_TRACEBACK") == "1" or any(re.fullmatch(r"\+*debug=(true|True|1)", word) for word in argv):
         traceback.print_exception(error)
-    print(f"error: {describe(error)}", file=sys.stderr)
+    if not isinstance(error, OtherRankFailed) or os.environ.get("RANK") == "0":
+        print(f"error: {describe(error)}", file=sys.stderr)
     return exit_code(error)
 
 

@@ -98,6 +98,8 @@ class Parallel:
     shard: int = key(-1, "data parallel with parameters, gradients and optimizer state sharded", at_least=-1)
     tensor: int = key(1, "tensor parallel", at_least=-1)
     sequence: int = key(1, "sequence parallel (Ulysses)", at_least=-1)
+    reshard: bool = key(True, "free a layer's gathered parameters after its forward; false: hold them for backward")
+    timeout_seconds: int = key(600, "how long a rank waits for the others before it gives up", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class Config:
     measure_every: int = key(0, "steps between probe steps of the memory ledger; 0: one, after warm-up", at_least=0)
     profile: bool = key(False, "torch.profiler trace of one step after warm-up, trace.json.gz in the run's directory")
     save_every: int = key(0, "steps between train states; 0: only at the end", at_least=0)
+    save_async: bool = key(False, "train on while a train state is written, from a copy of it in host memory")
     export: bool = key(False, "write the trained model with save_pretrained, to export/ in the run's directory")
     tracker: Literal["wandb", "none"] = key("wandb", "where metrics go besides metrics.jsonl")
     on_predicted_oom: Literal["warn", "error"] = key(
@@ -229,7 +232,7 @@ def check(cfg: Config) -> None:
         raise ValueError(
             f"optim.warmup={cfg.optim.warmup:g} is more than steps={cfg.steps}. Give fewer, or a share below 1."
         )
-    degrees = dataclasses.asdict(cfg.parallel)
+    degrees = parallel_degrees(cfg)
     for name, degree in degrees.items():
         if degree == 0:
             raise ValueError(
@@ -239,18 +242,25 @@ def check(cfg: Config) -> None:
         raise ValueError("parallel: only one degree can be -1, the ranks that the others leave.")
 
 
+def parallel_degrees(cfg: Config) -> dict[str, int]:
+    """Return the degrees of the device mesh by name; -1 stands for the ranks that the others leave."""
+    return {name: getattr(cfg.parallel, name) for name in ("replicate", "shard", "tensor", "sequence")}
+
+
 def check_ranks(cfg: Config, num_ranks: int) -> None:
-    """Check that this program trains on `num_ranks` ranks with these degrees. Raises ValueError."""
-    if num_ranks > 1:
+    """Check the degrees against the number of ranks. Raises ValueError."""
+    degrees = parallel_degrees(cfg)
+    if num_ranks == 1:
+        for name, degree in degrees.items():
+            if degree > 1:
+                raise ValueError(
+                    f"parallel.{name}={degree} needs {degree} ranks, and there is one. Start them with "
+                    f"scripts/launch/torchrun.sh, or leave parallel.{name} out."
+                )
+    elif cfg.seq_len % (sequence := degrees["sequence"]) and sequence > 1:
         raise ValueError(
-            f"{num_ranks} ranks were started, and training on more than one is not supported yet: leave torchrun out."
+            f"seq_len={cfg.seq_len} cannot be divided over parallel.sequence={sequence}. Choose a multiple of it."
         )
-    for name, degree in dataclasses.asdict(cfg.parallel).items():
-        if degree > 1:
-            raise ValueError(
-                f"parallel.{name}={degree} needs {degree} ranks, and there is one. Training on more than one is not "
-                f"supported yet: leave parallel.{name} out."
-            )
 
 
 def _strategy(node: Any) -> Strategy:

@@ -10,14 +10,23 @@ that peft loads, or a model that Transformers loads.
 
 from __future__ import annotations
 
-from recipes.assemble import apply_strategy, make_train_state, read_data, resume, set_attention
+from recipes.assemble import (
+    apply_strategy,
+    make_train_state,
+    read_data,
+    resume,
+    set_attention,
+    set_precision,
+    shard,
+    split_tensors,
+)
 from recipes.config import Config
 from recipes.device import be_deterministic, choose_device
 from recipes.forecast import foresee
 from recipes.loop import evaluate, loss_takes_num_items, train
 from recipes.meter import Meter, device_peak
 from recipes.model import add_adapter, build_model, build_tokenizer, describe, export, load_config
-from recipes.precision import DTYPES, prepare
+from recipes.precision import DTYPES
 from recipes.probe import Probe
 from recipes.rng import seed_everything
 from recipes.rundir import RunDir
@@ -33,16 +42,18 @@ def main(cfg: Config, run: RunDir) -> None:
     foreseen = foresee(cfg, config, device, run)
 
     seed_everything(cfg.seed)
-    model = add_adapter(build_model(cfg.model, config, device), cfg.peft)
+    model = add_adapter(build_model(cfg.model, config, device if run.ranks.layout is None else "cpu"), cfg.peft)
     run.console.say(describe(model, cfg.model))
-    precision = prepare(model, cfg.dtype)
+    split_tensors(model, run)
+    precision = set_precision(cfg, model, run)
     set_attention(cfg, model, device, run)
     handle = apply_strategy(cfg, model, foreseen, run)
+    precision = shard(cfg, model, precision, run)
     state = make_train_state(cfg, model, precision, data)
     start = resume(cfg, state, run)
 
     if start == 0 and cfg.eval.batches:
-        loss_before = evaluate(model, data.eval(cfg.eval.batches), loss_takes_num_items(model))
+        loss_before = evaluate(model, data.eval(cfg.eval.batches), loss_takes_num_items(model), run.ranks)
         run.update(eval_loss_before=loss_before)
         if loss_before is not None:
             run.console.say(f"held-out loss before training: {loss_before:.3f}")
@@ -53,4 +64,4 @@ def main(cfg: Config, run: RunDir) -> None:
     train(cfg, state, data, run, meter, probe, start)
 
     if cfg.export or cfg.peft.name != "none":
-        export(model, tokenizer, run.path / "export")
+        export(model, tokenizer, run.path / "export", run.ranks)

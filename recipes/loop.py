@@ -3,8 +3,9 @@
 Owns one optimizer step and what surrounds it. Knows nothing of activation checkpointing: whatever `ckpt.apply` did to
 the model, the loop is the same.
 
-The loss of an optimizer step is the sum of its micro-batches' losses, each divided by the number of labels that count
-in *all* of them (shifted, not -100): `grad_accum` changes memory, never the gradient's meaning, whatever the rows hold.
+The loss of an optimizer step is the sum of its micro-batches' losses over all ranks, each divided by the number of
+labels that count in *all* of them (shifted, not -100): `grad_accum` and the number of ranks change memory, never the
+gradient's meaning, whatever the rows hold. All ranks decide alike: on stopping, on NaN, on which step it is.
 
     train(cfg, state, data, run, start=0)          # raises RunStopped for NaN and for SIGTERM or Ctrl-C
 """
@@ -24,6 +25,9 @@ from torch import nn
 
 from recipes.config import Config
 from recipes.data import Data, model_inputs
+from recipes.distributed import ONE, Ranks
+from recipes.gradients import clip as scale_gradients
+from recipes.gradients import total_norm
 from recipes.meter import Meter
 from recipes.probe import Probe
 from recipes.rng import rng_state, set_rng_state
@@ -40,7 +44,8 @@ def train(cfg: Config, state: TrainState, data: Data, run: RunDir, meter: Meter,
     `interrupted` after a signal, once the step is finished and its train state saved.
     """
     state.progress.setdefault("tokens", 0)
-    scales = loss_takes_num_items(state.model)
+    ranks, scales = run.ranks, loss_takes_num_items(state.model)
+    _check_loss(state.model, scales, ranks)
     with until_signal() as signalled, run.console.progress(cfg.steps, start) as tick:
         for step in range(start + 1, cfg.steps + 1):
             last = step == cfg.steps
@@ -48,8 +53,9 @@ def train(cfg: Config, state: TrainState, data: Data, run: RunDir, meter: Meter,
             meter.start(measured or step == probe.profiled)
             batches = [next(data.train) for _ in range(cfg.grad_accum)]
             with probe.measure(batches) if measured else contextlib.nullcontext(), probe.profile(step):
-                loss, grad_norm = optimizer_step(state, batches, cfg.optim.clip, scales, step)
-            metrics = {"step": step, "loss": loss, "grad_norm": grad_norm, **meter.stop(batches)}
+                loss, grad_norm = optimizer_step(state, batches, cfg.optim.clip, scales, step, ranks)
+            metrics = {"step": step, "loss": loss, "grad_norm": grad_norm, **meter.stop(batches, ranks.sum_over_rows)}
+            stopping = ranks.any(signalled)
             if measured:
                 probe.record(step)
 
@@ -57,8 +63,8 @@ def train(cfg: Config, state: TrainState, data: Data, run: RunDir, meter: Meter,
             metrics |= {"total_tokens": state.progress["tokens"], "learning_rate": state.scheduler.get_last_lr()[0]}
             state.progress.setdefault("first_loss", loss)
             if cfg.eval.batches and (last or (cfg.eval.every and step % cfg.eval.every == 0)):
-                metrics["eval_loss"] = evaluate(state.model, data.eval(cfg.eval.batches), scales)
-            if last or signalled or "eval_loss" in metrics or step % cfg.log_every == 0:
+                metrics["eval_loss"] = evaluate(state.model, data.eval(cfg.eval.batches), scales, ranks)
+            if last or stopping or "eval_loss" in metrics or step % cfg.log_every == 0:
                 run.log(metrics)
                 run.update(
                     first_loss=state.progress["first_loss"],
@@ -67,18 +73,19 @@ def train(cfg: Config, state: TrainState, data: Data, run: RunDir, meter: Meter,
                     **{name: metrics[name] for name in ("eval_loss",) if name in metrics},
                 )
             tick(step, loss=loss, tokens_per_second=metrics["tokens_per_second"])
-            if last or signalled or (cfg.save_every and step % cfg.save_every == 0):
-                state.save(run.train_state, step)
-            if signalled and not last:
+            if last or stopping or (cfg.save_every and step % cfg.save_every == 0):
+                state.save(run.train_state, step, wait=last or stopping or not cfg.save_async)
+            if stopping and not last:
+                why = signalled[0] if signalled else "another rank's signal"
                 raise RunStopped(
                     "interrupted",
-                    f"{signalled[0]} after step {step} of {cfg.steps}; its train state is "
+                    f"{why} after step {step} of {cfg.steps}; its train state is "
                     f"saved. Go on with: python train.py resume={run.path}",
                 )
 
 
 def optimizer_step(
-    state: TrainState, batches: list[Batch], clip: float, scales: bool, step: int
+    state: TrainState, batches: list[Batch], clip: float, scales: bool, step: int, ranks: Ranks = ONE
 ) -> tuple[float, float]:
     """Make one optimizer step of micro-batches and return (loss per labelled token, gradient norm before clipping).
 
@@ -86,15 +93,15 @@ def optimizer_step(
     """
     model, parameters = state.model, [parameter for _, parameter in state.precision.named_parameters()]
     model.train()
-    num_items = sum(batch["num_labels"] for batch in batches)
+    num_items = int(ranks.sum_over_rows(sum(batch["num_labels"] for batch in batches))[0])
     loss = torch.zeros((), device=device_of(model))
     for batch in batches:
-        part = batch_loss(model, batch, num_items, len(batches), scales)
+        part = batch_loss(model, batch, num_items, len(batches), scales, ranks)
         if part is not None:
             part.backward()
             loss += part.detach()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    loss, norm = loss.item(), norm.item()
+    norm = total_norm(parameters, ranks.layout).item()
+    loss = ranks.sum_over_tokens(loss.item())[0]
     if not math.isfinite(loss) or not math.isfinite(norm):
         state.precision.zero_grad()
         raise RunStopped(
@@ -103,7 +110,7 @@ def optimizer_step(
             f"{step - 1}. Lower optim.lr, lengthen optim.warmup, or set optim.clip.",
         )
     if clip and norm > clip:
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip, torch.tensor(norm, device=parameters[0].device))
+        scale_gradients(parameters, norm, clip)
     state.optimizer.step()
     state.scheduler.step()
     state.precision.after_step()
@@ -111,17 +118,24 @@ def optimizer_step(
     return loss, norm
 
 
-def batch_loss(model: nn.Module, batch: Batch, num_items: int, num_batches: int, scales: bool) -> torch.Tensor | None:
-    """Return the share of one micro-batch in the step's loss: the sum over its labels, divided by `num_items`.
+def batch_loss(
+    model: nn.Module, batch: Batch, num_items: int, num_batches: int, scales: bool, ranks: Ranks = ONE
+) -> torch.Tensor | None:
+    """Return the share of one micro-batch of one rank in the step's loss: the sum over its labels, divided by
+    `num_items`.
 
-    None when the model takes means by itself and has nothing to take one of. A router's auxiliary loss is a mean over
-    tokens already, so a micro-batch brings 1 / num_batches of it.
+    None when the model takes means by itself and has nothing to take one of; on several ranks a zero, since all must
+    run the same layers. A router's auxiliary loss is a mean over tokens already, so a micro-batch brings
+    1 / num_batches of it, and a rank 1 / num_ranks of that.
     """
     device = device_of(model)
     inputs = model_inputs(batch, device)
+    num_batches *= ranks.num_tokens
+    if ranks.layout is not None:
+        inputs = shard_sequence(inputs, ranks)
     if not scales:
         if batch["num_labels"] == 0:
-            return None
+            return None if ranks.layout is None else model(**inputs, use_cache=False).logits.float().mean() * 0
         return model(**inputs, use_cache=False).loss * (batch["num_labels"] / num_items)
     # A tensor, as Trainer passes it: a number would make torch.compile compile again for each new value.
     out = model(**inputs, use_cache=False, num_items_in_batch=torch.tensor(max(num_items, 1), device=device))
@@ -132,18 +146,20 @@ def batch_loss(model: nn.Module, batch: Batch, num_items: int, num_batches: int,
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], scales: bool) -> float | None:
-    """Return the mean loss per labelled token; None without any label. Leaves generators and the mode alone."""
+def evaluate(model: nn.Module, batches: Iterable[Batch], scales: bool, ranks: Ranks = ONE) -> float | None:
+    """Return the mean loss per labelled token over all ranks; None without any label. Leaves generators and the mode
+    alone."""
     generators, training = rng_state(), model.training
     model.eval()
     total, num_items = 0.0, 0
     for batch in batches:
-        loss = batch_loss(model, batch, batch["num_labels"], 1, scales)
+        loss = batch_loss(model, batch, batch["num_labels"], 1, scales, ranks)
         if loss is not None and batch["num_labels"]:
             total += loss.item() * batch["num_labels"]
             num_items += batch["num_labels"]
     model.train(training)
     set_rng_state(generators)
+    total, num_items = ranks.sum_over_tokens(total)[0], ranks.sum_over_rows(num_items)[0]
     return total / num_items if num_items else None
 
 
@@ -167,6 +183,21 @@ def loss_takes_num_items(model: nn.Module) -> bool:
     model.train(training)
     set_rng_state(generators)
     return not math.isclose(by_one, by_two, rel_tol=1e-3)
+
+
+def shard_sequence(inputs: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Return this rank's slice of a batch's rows where ranks share them; else the batch as it is."""
+    from ckpt.parallel.ulysses import shard_sequence as sliced
+
+    return sliced(inputs, ranks.layout)
+
+
+def _check_loss(model: nn.Module, scales: bool, ranks: Ranks) -> None:
+    if ranks.num_sequence > 1 and not scales:
+        raise ValueError(
+            f"parallel.sequence={ranks.num_sequence} needs a loss that divides by num_items_in_batch, and "
+            f"{type(unwrapped(model)).__name__}'s takes a mean of its own tokens. Use parallel.shard."
+        )
 
 
 @contextlib.contextmanager

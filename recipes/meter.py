@@ -12,6 +12,7 @@ What the figures mean stands in CONVENTION, and in every manifest.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,8 +109,11 @@ class Meter:
             torch.cuda.reset_peak_memory_stats(self.device)
         self._started = time.perf_counter()
 
-    def stop(self, batches: list[Batch]) -> dict[str, Any]:
-        """End the step that computed `batches`; return its metrics by the names of metrics.jsonl."""
+    def stop(self, batches: list[Batch], over_ranks: Callable[..., list[float]] | None = None) -> dict[str, Any]:
+        """End the step that computed `batches`; return its metrics by the names of metrics.jsonl.
+
+        Tokens are those of all ranks, summed by `over_ranks`; utilization and peaks are this rank's.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self.peak_bytes = {
@@ -121,6 +125,8 @@ class Meter:
         positions = sum(batch["input_ids"].numel() for batch in batches)
         model = self.flops.model(tokens, pairs) if self.flops else None
         hardware = self.flops.hardware(positions, pairs) if self.flops else None
+        if over_ranks is not None:
+            tokens = int(over_ranks(tokens)[0])
         if not self._is_probe and not self._is_first:
             self._seconds += seconds
             self._tokens += tokens

@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.byt5 import ByT5Tokenizer
 
 from recipes.config import Model, Peft, RopeScaling
+from recipes.distributed import ONE, Ranks
 from recipes.hub import PACKAGE, first_line, from_where, no_bars_off_terminals, reach
 
 
@@ -119,11 +121,25 @@ def add_adapter(model: nn.Module, peft: Peft) -> nn.Module:
         raise ValueError(f"peft.targets={peft.targets!r} does not fit this model: {first_line(error)}") from error
 
 
-def export(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write what plain Transformers (or, of an adapter, peft) loads with `from_pretrained(folder)`."""
-    with no_bars_off_terminals():
-        model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def export(model: nn.Module, tokenizer: Any, folder: Path, ranks: Ranks = ONE) -> None:
+    """Write what plain Transformers (or, of an adapter, peft) loads with `from_pretrained(folder)`, however the model
+    is spread over ranks."""
+    state = {} if ranks.layout is None else {"state_dict": gathered_state(model, ranks)}
+    if ranks.is_main:
+        with no_bars_off_terminals():
+            model.save_pretrained(folder, **state)
+        tokenizer.save_pretrained(folder)
+    ranks.gather(None)  # nobody leaves before the files are there
+
+
+def gathered_state(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Return the whole state dict, in host memory on rank 0, empty on the others. One tensor at a time is gathered."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if ranks.is_main:
+            found[name] = whole.detach().cpu()
+    return found
 
 
 def describe(model: nn.Module, chosen: Model) -> str:

@@ -29,12 +29,14 @@ def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], optim:
         raise ValueError(
             "The model has no trainable parameter. Unfreeze some, or train an adapter with peft.name=lora."
         )
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    # Tensors that lie on different meshes, or on none, cannot share a fused update.
+    groups: dict[tuple, dict] = {}
+    for p in parameters:
+        decay = optim.weight_decay if p.ndim >= 2 else 0.0
+        group = groups.setdefault((p.ndim >= 2, getattr(p, "device_mesh", None)), {"params": [], "weight_decay": decay})
+        group["params"].append(p)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [groups[key] for key in sorted(groups, key=lambda key: not key[0])],
         lr=optim.lr,
         betas=tuple(optim.betas),
         eps=optim.eps,

@@ -8,14 +8,23 @@ The program below is the whole recipe, in the order things happen.
 
 from __future__ import annotations
 
-from recipes.assemble import apply_strategy, make_train_state, read_data, resume, set_attention
+from recipes.assemble import (
+    apply_strategy,
+    make_train_state,
+    read_data,
+    resume,
+    set_attention,
+    set_precision,
+    shard,
+    split_tensors,
+)
 from recipes.config import Config
 from recipes.device import be_deterministic, choose_device
 from recipes.forecast import foresee
 from recipes.loop import train
 from recipes.meter import Meter, device_peak
 from recipes.model import build_model, build_tokenizer, describe, export, load_config
-from recipes.precision import DTYPES, prepare
+from recipes.precision import DTYPES
 from recipes.probe import Probe
 from recipes.rng import seed_everything
 from recipes.rundir import RunDir
@@ -35,11 +44,13 @@ def main(cfg: Config, run: RunDir) -> None:
     foreseen = foresee(cfg, config, device, run)
 
     seed_everything(cfg.seed)
-    model = build_model(cfg.model, config, device)
+    model = build_model(cfg.model, config, device if run.ranks.layout is None else "cpu")
     run.console.say(describe(model, cfg.model))
-    precision = prepare(model, cfg.dtype)
+    split_tensors(model, run)
+    precision = set_precision(cfg, model, run)
     set_attention(cfg, model, device, run)
     handle = apply_strategy(cfg, model, foreseen, run)
+    precision = shard(cfg, model, precision, run)
     state = make_train_state(cfg, model, precision, data)
     start = resume(cfg, state, run)
 
@@ -51,4 +62,4 @@ def main(cfg: Config, run: RunDir) -> None:
 
     run.update(unigram_entropy=data.unigram_entropy)
     if cfg.export:
-        export(model, tokenizer, run.path / "export")
+        export(model, tokenizer, run.path / "export", run.ranks)

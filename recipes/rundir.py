@@ -27,6 +27,7 @@ import yaml
 
 from recipes.config import Config, check_ranks, to_dict
 from recipes.console import Console
+from recipes.distributed import ONE, Ranks, agreed
 from recipes.errors import STATUSES, is_disk_full, is_mistake, one_line, status_of
 from recipes.errors import RunStopped as RunStopped
 from recipes.manifest import SCHEMA_VERSION, collect, scrub
@@ -49,9 +50,10 @@ SUMMARY_FIELDS = (
 class RunDir:
     """Files of one run. Made by `open_run`."""
 
-    def __init__(self, path: Path, writes: bool, console: Console, summary: dict[str, Any]):
+    def __init__(self, path: Path, ranks: Ranks, console: Console, summary: dict[str, Any]):
         self.path = path
-        self.writes = writes
+        self.ranks = ranks
+        self.writes = ranks.is_main
         self.console = console
         self.summary = summary
         self.manifest: dict[str, Any] = {}
@@ -119,20 +121,21 @@ class RunDir:
 
 
 @contextlib.contextmanager
-def open_run(cfg: Config) -> Iterator[RunDir]:
-    """Make the run's directory (or, with resume, open it), and record how the block ends.
+def open_run(cfg: Config, ranks: Ranks = ONE) -> Iterator[RunDir]:
+    """Make the run's directory (or, with resume, open it), and record how the block ends. One directory for all ranks.
 
     A mistake of the user or a full disk found before the first logged step leaves nothing behind. Raises ValueError
     for a name that exists without resume, one that does not with it, and a directory that cannot be written.
     """
-    run = _enter(cfg)
+    run = _enter(cfg, ranks)
     try:
         if run.writes:
             _write_first_files(run, cfg)
         yield run
         if run.status == "running":
             run.finish("ok")
-    except BaseException as error:
+    except BaseException as caught:
+        error = ranks.explain(caught)
         if run.status == "running":
             if (is_mistake(error) or is_disk_full(error)) and not run.logged and not cfg.resume:
                 run.tracker.finish({"status": "failed"})
@@ -141,6 +144,8 @@ def open_run(cfg: Config) -> Iterator[RunDir]:
                 # A full disk is the likeliest reason to be here and to fail here: the first error must get through.
                 with contextlib.suppress(OSError):
                     run.fail(error)
+        if error is not caught:
+            raise error from caught
         raise
 
 
@@ -170,7 +175,7 @@ def write_atomically(path: Path, text: str, durable: bool = True) -> None:
         raise
 
 
-def _enter(cfg: Config) -> RunDir:
+def _enter(cfg: Config, ranks: Ranks) -> RunDir:
     summary = {
         "status": "running",
         **dict.fromkeys(SUMMARY_FIELDS),
@@ -180,17 +185,17 @@ def _enter(cfg: Config) -> RunDir:
         "schema_version": SCHEMA_VERSION,
         "started_at": _now(),
     }
-    check_ranks(cfg, int(os.environ.get("WORLD_SIZE", 1)))
-    writes = int(os.environ.get("RANK", 0)) == 0
+    check_ranks(cfg, ranks.num_ranks)
+    automatic = cfg.name is None
+    cfg = agreed(cfg, ranks, default_name)
     path = Path(cfg.runs_dir) / (cfg.name or default_name(cfg))
-    if cfg.resume:
-        if not (path / "config.yaml").exists():
-            raise ValueError(
-                f"resume=true, but {path} holds no run. Give the run's name (name=...), or leave resume out."
-            )
-    elif writes:
-        _make(path, automatic=cfg.name is None)
-    return RunDir(path, writes, Console(cfg.output), summary)
+    ranks.from_main(lambda: _find(path) if cfg.resume else _make(path, automatic))
+    return RunDir(path, ranks, Console(cfg.output), summary)
+
+
+def _find(path: Path) -> None:
+    if not (path / "config.yaml").exists():
+        raise ValueError(f"resume=true, but {path} holds no run. Give the run's name (name=...), or leave resume out.")
 
 
 def _make(path: Path, automatic: bool) -> None:

@@ -20,11 +20,9 @@ others.
 
 from __future__ import annotations
 
-import errno
-import json
-import os
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,13 +33,23 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from recipes.background import Background, copied
 from recipes.dcp_reader import SafeReader, UnusableError
 from recipes.optim import move_schedule
 from recipes.precision import Precision
 from recipes.rng import rng_state, set_rng_state
-
-SCHEMA_VERSION = 1
-FULL_BYTES = 2**20  # a disk with less is full: the least that a train state needs
+from recipes.state_files import (
+    SCHEMA_VERSION,
+    cause_of,
+    is_disk_full,
+    read_json,
+    read_whole,
+    reason_of,
+    refused,
+    saved_steps,
+    sync_folder,
+)
+from recipes.state_files import write_json as _write_json
 
 
 @dataclass
@@ -57,37 +65,29 @@ class TrainState:
     scheduler: Any
     data: Any
     progress: dict[str, Any] = field(default_factory=dict)
+    _background: Background = field(default_factory=Background, repr=False)
 
-    def save(self, folder: Path | str, step: int, keep: int = 2) -> Path:
-        """Write the state after `step` steps; drop all but the newest `keep`. Return the folder written.
+    def save(self, folder: Path | str, step: int, keep: int = 2, wait: bool = True) -> Path:
+        """Write the state after `step` steps; drop all but the newest `keep`. Return the folder that holds it then.
 
-        Raises OSError in one line when the disk refuses; what was saved before stays as it was.
+        wait: with False, copy the state to host memory and return; a thread writes the copy. A later `save` or
+        `finish` waits for it, and raises what went wrong.
+
+        Raises OSError in one line when the disk of any rank refuses; what was saved before stays as it was.
         """
-        folder = Path(folder)
-        final, temporary = folder / f"step_{step:08d}", folder / f"step_{step:08d}.partial"
-        try:
-            if _rank() == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
-            _barrier()
-            writer = dcp.FileSystemWriter(temporary, sync_files=True)
-            with warnings.catch_warnings():
-                # DCP says that there is no process group; a single process is what is meant here.
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-                dcp.save(self._tensors(), storage_writer=writer)
-            _write_json(temporary / f"rank_{_rank()}.json", {"rng": rng_state(), "data": self.data.state_dict()})
-            _barrier()
-            if _rank() == 0:
-                self._finish(temporary, final, step)
-        except (OSError, CheckpointException) as error:
-            is_full = shutil.disk_usage(folder).free < FULL_BYTES if folder.exists() else False
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise _refused(folder, step, error, is_full) from error
-        _barrier()
-        if _rank() == 0:
-            for _, old in _saved(folder)[keep:]:
-                shutil.rmtree(old, ignore_errors=True)
-        return final
+        self.finish()
+        tensors = self._tensors() if wait else copied(self._tensors())
+        own = {"rng": rng_state(), "data": self.data.state_dict()}
+        save = _Save(Path(folder), step, keep, tensors, own, dict(self.progress), self._background.group())
+        if wait:
+            save.write()
+        else:
+            self._background.start(save.write)
+        return save.final
+
+    def finish(self) -> None:
+        """Wait for a save that is under way. Raises OSError as `save` does."""
+        self._background.finish()
 
     def load_newest(self, folder: Path | str, say=print) -> int | None:
         """Load the newest whole state under `folder` into the live objects and return its step; None without any.
@@ -95,12 +95,12 @@ class TrainState:
         An incomplete or unreadable state is passed over for the one before it, with a line through `say`. Raises
         ValueError when there are states and none can be read, or when they belong to another model.
         """
-        saved = _saved(Path(folder))
+        saved = saved_steps(Path(folder))
         for _, candidate in saved:
             try:
                 step = self._load(candidate)
             except (UnusableError, OSError, RuntimeError, CheckpointException) as error:
-                say(f"Train state {candidate} is not usable ({_reason(error)}); trying the one before it.")
+                say(f"Train state {candidate} is not usable ({reason_of(error)}); trying the one before it.")
                 continue
             return step
         if saved:
@@ -110,28 +110,10 @@ class TrainState:
             )
         return None
 
-    def _finish(self, temporary: Path, final: Path, step: int) -> None:
-        sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-        _write_json(
-            temporary / "state.json",
-            {
-                "schema_version": SCHEMA_VERSION,
-                "step": step,
-                "num_ranks": _num_ranks(),
-                "progress": self.progress,
-                "file_sizes": sizes,
-            },
-        )
-        _sync_folder(temporary)
-        if final.exists():  # saved twice at one step, as after an interruption of a resumed run
-            shutil.rmtree(final)
-        temporary.rename(final)
-        _sync_folder(final.parent)
-
     def _load(self, folder: Path) -> int:
-        state = _read_whole(folder)
+        state = read_whole(folder)
         own = (folder / f"rank_{_rank()}.json").exists()
-        rank_state = _read_json(folder / f"rank_{_rank() if own else 0}.json")
+        rank_state = read_json(folder / f"rank_{_rank() if own else 0}.json")
         reader = SafeReader(folder)
         tensors = self._tensors()
         _check_same_model(folder, tensors, reader.saved_shapes())
@@ -161,6 +143,98 @@ class TrainState:
         return tensors
 
 
+@dataclass
+class _Save:
+    """One state on its way to disk, holding all that is written, so that a thread can write it while training goes on.
+
+    All ranks write into one folder; rank 0 renames it once every rank has said that its part is there.
+    """
+
+    folder: Path
+    step: int
+    keep: int
+    tensors: dict[str, dict[str, torch.Tensor]]
+    own: dict[str, Any]
+    progress: dict[str, Any]
+    group: dist.ProcessGroup | None
+
+    @property
+    def final(self) -> Path:
+        return self.folder / f"step_{self.step:08d}"
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / f"step_{self.step:08d}.partial"
+
+    def write(self) -> None:
+        """Write everything, or nothing that counts. Raises OSError on every rank if one could not write."""
+        try:
+            for part in (self._begin, self._write_tensors, self._write_own, self._rename):
+                self._together(part)
+        except (OSError, CheckpointException) as error:
+            is_full = is_disk_full(self.folder)
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            raise refused(self.folder, self.step, error, is_full) from error
+        if _rank() == 0:
+            for _, old in saved_steps(self.folder)[self.keep :]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _together(self, part: Callable[[], None]) -> None:
+        """Run a part on all ranks; where one could not, none goes on."""
+        error = None
+        try:
+            part()
+        except (OSError, CheckpointException) as caught:
+            error = caught
+        if self.group is None:
+            said = [None]
+        else:
+            said = [None] * dist.get_world_size()
+            reason = None if error is None else (getattr(cause_of(error), "errno", None), reason_of(error))
+            dist.all_gather_object(said, reason, group=self.group)
+        if error is not None:
+            raise error
+        for rank, reason in enumerate(said):
+            if reason is not None:
+                raise OSError(reason[0], f"rank {rank}: {reason[1]}")
+
+    def _begin(self) -> None:
+        if _rank() == 0:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            self.temporary.mkdir(parents=True)
+
+    def _write_tensors(self) -> None:
+        writer = dcp.FileSystemWriter(self.temporary, sync_files=True)
+        with warnings.catch_warnings():
+            # DCP says that there is no process group; a single process is what is meant here.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            dcp.save(self.tensors, storage_writer=writer, process_group=self.group)
+
+    def _write_own(self) -> None:
+        _write_json(self.temporary / f"rank_{_rank()}.json", self.own)
+
+    def _rename(self) -> None:
+        if _rank() != 0:
+            return
+        temporary, final = self.temporary, self.final
+        sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+        _write_json(
+            temporary / "state.json",
+            {
+                "schema_version": SCHEMA_VERSION,
+                "step": self.step,
+                "num_ranks": _num_ranks(),
+                "progress": self.progress,
+                "file_sizes": sizes,
+            },
+        )
+        sync_folder(temporary)
+        if final.exists():  # saved twice at one step, as after an interruption of a resumed run
+            shutil.rmtree(final)
+        temporary.rename(final)
+        sync_folder(final.parent)
+
+
 def _adam_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """Return AdamW's state of one parameter, made as AdamW itself would before its first step."""
     state = optimizer.state[parameter]
@@ -184,84 +258,9 @@ def _check_same_model(folder: Path, tensors: dict[str, dict[str, torch.Tensor]],
     )
 
 
-def _saved(folder: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of the finished saves, newest first."""
-    found = []
-    for path in folder.glob("step_*") if folder.is_dir() else ():
-        digits = path.name.removeprefix("step_")
-        if digits.isdigit() and path.is_dir():
-            found.append((int(digits), path))
-    return sorted(found, reverse=True)
-
-
-def _read_whole(folder: Path) -> dict[str, Any]:
-    state = _read_json(folder / "state.json")
-    if state.get("schema_version") != SCHEMA_VERSION:
-        raise UnusableError(f"schema_version {state.get('schema_version')}, this version reads {SCHEMA_VERSION}")
-    if not {"step", "progress", "file_sizes"} <= state.keys():
-        raise UnusableError("state.json lacks fields")
-    for name, size in state["file_sizes"].items():
-        path = folder / name
-        if not path.exists():
-            raise UnusableError(f"{name} is missing")
-        if path.stat().st_size != size:
-            raise UnusableError(f"{name} has {path.stat().st_size} bytes of {size}")
-    return state
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UnusableError(f"{path.name}: {error}") from error
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    with open(path, "w") as file:
-        json.dump(values, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _refused(folder: Path, step: int, error: BaseException, is_full: bool) -> OSError:
-    # torch's writer says "unexpected pos" and no errno where a disk is full (2.13, inline_container.cc).
-    reason = "no space left on the disk" if is_full else _reason(error)
-    refused = OSError(
-        f"Cannot write the train state of step {step} to {folder} ({reason}). Free space or "
-        "choose another runs_dir; states saved earlier are untouched."
-    )
-    refused.errno = errno.ENOSPC if is_full else getattr(_cause(error), "errno", None)
-    return refused
-
-
-def _cause(error: BaseException) -> BaseException:
-    if isinstance(error, CheckpointException) and error.failures:
-        return next(iter(error.failures.values()))[0]  # (exception, stack) of the first rank that failed
-    return error
-
-
-def _reason(error: BaseException) -> str:
-    error = _cause(error)
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-
-
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -11,6 +11,7 @@ import yaml
 
 from recipes import manifest, rundir
 from recipes.config import from_dict
+from recipes.distributed import Ranks
 from recipes.errors import RunStopped, is_mistake, one_line, status_of
 from recipes.rundir import STATUSES, default_name, open_run, read_json, write_atomically
 
@@ -237,7 +238,7 @@ def test_the_default_name_says_what_runs():
 
 def test_other_ranks_write_nothing(in_tmp, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    with open_run(config(tracker="wandb")) as run:
+    with open_run(config(tracker="wandb"), Ranks(rank=1, num_ranks=2)) as run:
         run.log({"step": 1})
         run.describe(x=1)
         run.update(final_loss=1.0)
@@ -294,11 +295,12 @@ def test_the_command_is_what_was_typed(in_tmp, monkeypatch):
     assert run.manifest["command"] == "python train.py +strategy=full 'name=a b'"
 
 
-def test_several_ranks_are_refused_before_anything_is_written(in_tmp, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 ranks were started"), open_run(config()):
-        pass
-    monkeypatch.delenv("WORLD_SIZE")
+def test_degrees_without_their_ranks_are_refused_before_anything_is_written(in_tmp):
     with pytest.raises(ValueError, match="parallel.shard=8 needs 8 ranks"), open_run(config(parallel={"shard": 8})):
+        pass
+    with (
+        pytest.raises(ValueError, match="parallel.sequence=3. Choose a multiple"),
+        open_run(config(parallel={"sequence": 3}), Ranks(num_ranks=3)),
+    ):
         pass
     assert os.listdir() == []

@@ -2,8 +2,8 @@
 
 One op with a fake kernel and a backward of its own, rather than torch's functional collectives: those hand out
 asynchronous wrapper tensors, which pass values by the engine's record. So a policy sees one op, with a key
-(`self_attn/ckpt.exchange#0`), bytes, and no FLOPs; it may be kept or replayed like any other, and runs without a process
-group on fake tensors.
+(`self_attn/ckpt.exchange#0`), bytes, and no FLOPs; it may be kept or replayed like any other, and runs without a
+process group on fake tensors.
 
     heads = exchange(x, 1, 2, 4, group.group_name)     # (B, H, T/4, E) -> (B, H/4, T, E)
 """

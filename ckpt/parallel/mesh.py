@@ -23,7 +23,7 @@ NAMES = ("replicate", "shard", "sequence", "tensor")
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank stands. data: which rows it trains on. tokens: which tokens (ranks that share it compute alike)."""
+    """Where one rank stands. data: which rows it trains on. tokens: which tokens; ranks that share it compute alike."""
 
     data: int
     sequence: int
@@ -57,14 +57,14 @@ class Degrees:
         if open_ended:
             if num_ranks % product:
                 raise ValueError(
-                    f"{num_ranks} ranks cannot be divided by {spelled} = {product}. Start a multiple of {product} ranks."
+                    f"{num_ranks} ranks cannot be divided by {spelled} = {product}. Start a multiple of {product}."
                 )
             degrees[open_ended[0]] = num_ranks // product
         elif product != num_ranks:
+            there = "is one" if num_ranks == 1 else f"are {num_ranks}"
             raise ValueError(
-                f"the parallel degrees, {spelled}, need {product} ranks, and there "
-                f"{'is one' if num_ranks == 1 else f'are {num_ranks}'}. Start {product} (torchrun --nproc-per-node), or "
-                "set parallel.shard=-1 to take all there are."
+                f"the parallel degrees, {spelled}, need {product} ranks, and there {there}. Start {product} "
+                "(torchrun --nproc-per-node), or set parallel.shard=-1 to take all there are."
             )
         return cls(**degrees)
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ckpt.layers import find_layers, unwrapped
 from ckpt.parallel.mesh import Layout
+from ckpt.precision import DTYPES
 
 POLICIES = {
     "fp32": {},
@@ -55,6 +56,16 @@ def shard(model: nn.Module, layout: Layout, *, dtype: str = "fp32", reshard: boo
             # By a plain sum: gloo has no premultiplied one.
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def cast(model: nn.Module, dtype: str) -> None:
+    """Cast the parameters of `model` in place to what their shards are kept in: for bf16 fp32, the masters that are
+    updated, but for frozen ones, which are only read. Gathered copies get their dtype from the policy."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            masters = dtype == "bf16" and parameter.requires_grad
+            parameter.data = parameter.data.to(torch.float32 if masters else DTYPES[dtype])
+            parameter.grad = None
 
 
 def _apart(model: nn.Module) -> list[nn.Module]:

@@ -22,8 +22,8 @@ from ckpt.parallel.mesh import Layout
 def split_tensors(model: nn.Module, layout: Layout) -> None:
     """Split the layers of `model` in place over `layout`'s tensor mesh; with one rank do nothing.
 
-    Every rank must hold the same weights. Raises ValueError: no plan for this architecture, heads that do not divide, an
-    adapter, or a model that a strategy or sharding is in force on already.
+    Every rank must hold the same weights. Raises ValueError: no plan for this architecture, heads that do not divide,
+    an adapter, or a model that a strategy or sharding is in force on already.
     """
     num_ranks = layout.degrees.tensor
     if num_ranks == 1:

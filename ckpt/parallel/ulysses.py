@@ -76,8 +76,8 @@ def attend(
     """Attend over whole rows: query (B, H, T/S, E), key and value (B, K, T/S, E) -> (B, T/S, H, V), None."""
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"{type(module).__name__} attends with a mask or cached keys, which sequence parallelism does not have. Pass "
-            "rows without attention_mask and use_cache=False; generate from an exported model."
+            f"{type(module).__name__} attends with a mask or cached keys, which sequence parallelism does not have. "
+            "Pass rows without attention_mask and use_cache=False; generate from an exported model."
         )
     window = kwargs.get("sliding_window")
     if inner == "sdpa" and window and window < query.shape[2] * num_ranks:
@@ -148,7 +148,8 @@ def _check(base: nn.Module) -> None:
     loss = getattr(loss, "original", loss)
     if loss is not None and loss is not ForCausalLMLoss:
         raise ValueError(
-            f"parallel.sequence does not fit {type(base).__name__}: its loss takes no shifted labels. Use parallel.shard."
+            f"parallel.sequence does not fit {type(base).__name__}: its loss takes no shifted labels. Use "
+            "parallel.shard."
         )
 
 
