@@ -1,7 +1,7 @@
 """The parts of a run put together, in the one order that works:
 
-    prediction -> adapter -> tensor parallel -> number format -> attention -> ckpt.apply -> compile -> shard -> optimizer
-    -> train state
+    prediction -> adapter -> tensor parallel -> number format -> attention -> ckpt.apply -> compile -> shard
+    -> optimizer -> train state
 
 The prediction first: it needs no weights. Adapters next: they add modules inside the layers. Tensors are split while
 they are plain. The number format before `ckpt.apply`, so that what is measured has its final dtype. Compilation after
@@ -22,6 +22,7 @@ from ckpt.attention import choose, watch_masks
 from ckpt.attention import prepare as prepare_attention
 from recipes.config import Config
 from recipes.data import Data, build_data
+from recipes.distributed import ONE, Ranks
 from recipes.forecast import Foreseen
 from recipes.loop import unwrapped
 from recipes.optim import build_optimizer, build_scheduler
@@ -32,21 +33,21 @@ from recipes.train_state import TrainState
 from recipes.workload import workload_of
 
 
-def build_data_of(cfg: Config, tokenizer: Any) -> Data:
-    """Build the data that `cfg.data` describes."""
+def build_data_of(cfg: Config, tokenizer: Any, ranks: Ranks = ONE) -> Data:
+    """Build the data that `cfg.data` describes, this rank's rows of it."""
     chosen = cfg.data
     return build_data(
         chosen.source, tokenizer=tokenizer, seq_len=cfg.seq_len, batch_size=cfg.batch_size, packing=chosen.packing,
         path=chosen.path, name=chosen.name, subset=chosen.subset, split=chosen.split, column=chosen.column,
         max_documents=chosen.max_documents, eval_fraction=chosen.eval_fraction, shuffle=chosen.shuffle,
         streaming=chosen.streaming, augment=chosen.augment, seed=cfg.seed,
-        rank=run.ranks.data_index, world_size=run.ranks.num_data,
+        rank=ranks.data_index, world_size=ranks.num_data,
     )  # fmt: skip
 
 
 def read_data(cfg: Config, tokenizer: Any, run: RunDir) -> Data:
     """Build the run's data and note its fingerprint in the manifest."""
-    data = build_data_of(cfg, tokenizer)
+    data = build_data_of(cfg, tokenizer, run.ranks)
     run.describe(data=data.fingerprint)
     return data
 
