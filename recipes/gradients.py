@@ -47,7 +47,8 @@ def total_norm(parameters: Sequence[nn.Parameter], layout: Layout | None = None)
 def clip(parameters: Sequence[nn.Parameter], norm: float, most: float) -> None:
     """Scale all gradients so that their norm, `norm`, becomes `most`."""
     grads = [_local(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_mul_(grads, min(1.0, most / (norm + 1e-6)))
+    share = most / (torch.tensor(norm, device=grads[0].device) + 1e-6)  # as torch's clip_grad_norm_ rounds it
+    torch._foreach_mul_(grads, share.clamp(max=1.0))
 
 
 def _local(grad: Tensor) -> Tensor:
