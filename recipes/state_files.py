@@ -72,7 +72,7 @@ def sync_folder(path: Path) -> None:
 
 
 def is_disk_full(folder: Path) -> bool:
-    """Tell whether the disk under a folder is full; torch's writer may say "unexpected pos" then and give no errno (2.13,
+    """Tell whether the disk under a folder is full. torch's writer may say "unexpected pos" then, with no errno (2.13,
     inline_container.cc)."""
     return folder.exists() and shutil.disk_usage(folder).free < FULL_BYTES
 
