@@ -51,6 +51,11 @@ class Chain:
             hidden = forward(hidden)
         return hidden
 
+    def tile(self, hidden: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Return some tokens of (B, T, D). Conv1D folds batch and tokens by `view`, which slices of rows do not bear."""
+        tile = hidden[..., begin:end, :]
+        return tile.contiguous() if any(type(m).__name__ == "Conv1D" for m in self.modules[0].modules()) else tile
+
     def parameters(self) -> list[nn.Parameter]:
         found = {id(p): p for m in self.modules for p in m.parameters() if p.requires_grad}
         return list(found.values())
@@ -100,7 +105,7 @@ class TiledChain(torch.autograd.Function):
         ctx.save_for_backward(hidden)
         output = None
         for begin, end in turns(chain.bounds(hidden.shape[-2]), hidden):
-            tile = chain.run(hidden[..., begin:end, :])
+            tile = chain.run(chain.tile(hidden, begin, end))
             if output is None:
                 output = tile.new_empty((*hidden.shape[:-1], tile.shape[-1]))
             output[..., begin:end, :] = tile
@@ -120,7 +125,7 @@ class TiledChain(torch.autograd.Function):
         totals: list[torch.Tensor | None] = [None] * len(parameters)
         with ctx.surroundings.restored(ctx.settings, hidden.device.type):
             for begin, end in turns(chain.bounds(hidden.shape[-2]), hidden):
-                leaf = hidden[..., begin:end, :].detach().requires_grad_(wants_hidden)
+                leaf = chain.tile(hidden, begin, end).detach().requires_grad_(wants_hidden)
                 with torch.enable_grad():
                     tile = chain.run(leaf)
                 inputs = ([leaf] if wants_hidden else []) + parameters
