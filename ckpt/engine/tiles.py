@@ -52,7 +52,7 @@ class Chain:
         return hidden
 
     def tile(self, hidden: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Return some tokens of (B, T, D). Conv1D folds batch and tokens by `view`, which slices of rows do not bear."""
+        """Return some tokens of (B, T, D). Conv1D folds batch and tokens by `view`: slices of rows do not bear it."""
         tile = hidden[..., begin:end, :]
         return tile.contiguous() if any(type(m).__name__ == "Conv1D" for m in self.modules[0].modules()) else tile
 
@@ -180,4 +180,5 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module) -> bool:
-    return _is_linear(module) or "norm" in type(module).__name__.lower()
+    name = type(module).__name__.lower()
+    return _is_linear(module) or "norm" in name or name == "xieluactivation"  # apertus: learned slopes
