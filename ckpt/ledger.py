@@ -88,7 +88,8 @@ class Ledger:
     peak_bytes: most bytes alive at once. residents: the five shares of them, in the order of RESIDENTS; they sum to it.
     peak_phase: forward, backward or optimizer. start_bytes, end_bytes: alive when the step began and ended.
     timeline: see Timeline, at most MAX_TIMELINE_POINTS points; full_timeline: every change.
-    host_bytes: most bytes offloaded at once (not in peak_bytes); full_host: (N,) offloaded bytes along full_timeline.
+    host_bytes, disk_bytes: most bytes offloaded at once to the host's memory and to disk (not in peak_bytes);
+    full_host: (N,) offloaded bytes, wherever they are, along full_timeline.
     tracked_peak_bytes: the ledger's own peak; equals peak_bytes except on CUDA, where peak_bytes is
     peak_allocated_bytes, the allocator's, and peak_reserved_bytes stands beside it (None elsewhere).
     """
@@ -102,6 +103,7 @@ class Ledger:
     full_timeline: Timeline
     full_host: np.ndarray
     host_bytes: int
+    disk_bytes: int
     tracked_peak_bytes: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
@@ -127,7 +129,7 @@ class Ledger:
         self._mode: _LedgerMode | None = None
         self._stack = ExitStack()
         self._num_before = 0
-        self._host_account: int | None = None
+        self._away_accounts: dict[bool, int] = {}  # on disk or not
 
     # -- while the step runs ------------------------------------------------------------------------------------------
 
@@ -141,12 +143,12 @@ class Ledger:
         """Changes logged since the step began: the index in `full_timeline` of the state at this moment."""
         return len(self._open().deltas) - self._num_before
 
-    def note_host(self, delta: int) -> None:
+    def note_host(self, delta: int, on_disk: bool = False) -> None:
         """Book bytes that an offload engine holds outside tensors (a pinned pool, a file); negative when given back."""
         mode = self._open()
-        if self._host_account is None:
-            self._host_account = mode.new_id(HOST)
-        mode.change(self._host_account, delta)
+        if on_disk not in self._away_accounts:
+            self._away_accounts[on_disk] = mode.new_id(HOST)
+        mode.change(self._away_accounts[on_disk], delta)
 
     def count_as_host(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage as offloaded, until it is freed, instead of as live on the device."""
@@ -258,7 +260,9 @@ class Ledger:
         total, at = self.full_timeline.total, self.full_timeline.peak_index
         self.start_bytes, self.end_bytes, self.tracked_peak_bytes = int(total[0]), int(total[-1]), int(total[at])
         self.peak_phase = PHASES[self.full_timeline.phase[at]]
-        self.full_host, self.host_bytes = host, int(host.max())
+        on_disk = np.cumsum(np.append(0, np.where(ids == self._away_accounts.get(True, -1), deltas, 0)))
+        on_disk = on_disk[self._num_before :]
+        self.full_host, self.host_bytes, self.disk_bytes = host, int((host - on_disk).max()), int(on_disk.max())
         tracked = dict(zip(RESIDENTS, map(int, self.full_timeline.bytes[at]), strict=True))
         allocated, self.peak_reserved_bytes = _allocator_peaks(self.device) if self._has_allocator else (None, None)
         self.residents = tracked if allocated is None else split_allocated(tracked, allocated)

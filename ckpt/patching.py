@@ -51,6 +51,7 @@ class Applied:
         self._loss = None
         self.store: Store | None = None  # where offloaded tensors are
         self.chains: dict[int, Chain] = {}  # by layer, its tiled MLP
+        self.norms: list[Chain] = []  # norms that are tiled by themselves
         self.not_tiled: dict[int, str] = {}
         self.checked = False
         self.compiled: Compiled | None = None  # what was lowered to the compiler
@@ -72,6 +73,8 @@ class Applied:
             if region.latest is not None:
                 for op in region.latest.record.ops:
                     decision = self.policy.decide(region.index, op) if op.makes else None
+                    if op.key == region.middle_key:
+                        decision = rule.middle
                     if decision is not None:
                         decisions[op.key] = decision
             layers[region.index] = LayerPlan(True, rule.segment, rule.inner, rule.offload_input, decisions)
@@ -89,7 +92,7 @@ class Applied:
             self._loss.undo()
         if self.store is not None:
             self.store.retire()
-        self._undo, self._loss, self.store, self.chains = [], None, None, {}
+        self._undo, self._loss, self.store, self.chains, self.norms = [], None, None, {}, []
 
     def _set(self, module: nn.Module, key: str, value) -> None:
         self._undo.append((module, key, module.__dict__.get(key, _MISSING)))
@@ -211,7 +214,7 @@ def _patch_layers(applied: Applied, model, layers: list[Layer], policy: Policy, 
             region.becomes_dynamic("declared dynamic")
         if rule.offload_input and applied.store is None:
             raise ValueError(f"the policy offloads the input of layer {layer.index} and names no target, host or disk")
-        region.store, region.offloads_input = applied.store, rule.offload_input
+        region.store, region.offloads_input, region.middle = applied.store, rule.offload_input, rule.middle
         if rule.segment is not None:
             region.segment = tails.setdefault(rule.segment, SegmentTail(rule.inner, layer.index))
             following = rules[layer.index + 1] if layer.index + 1 < len(layers) else None
@@ -236,18 +239,21 @@ def _auto_tiles(model: nn.Module, policy: Policy, workload, loss: str) -> int:
 def _tile(applied: Applied, model: nn.Module, layers: list[Layer], num_tiles: int) -> None:
     if isinstance(num_tiles, bool) or not isinstance(num_tiles, int) or num_tiles < 1:
         raise ValueError(f"tile_mlp={num_tiles!r} must be a whole number of tiles, 1 or more")
-    chains, reasons = find_chains(model, [layer.module for layer in layers])
-    for layer, chain, reason in zip(layers, chains, reasons, strict=True):
+    found = find_chains(model, [layer.module for layer in layers])
+    for layer, chain, reason in zip(layers, found.chains, found.reasons, strict=True):
         if chain is None:
             applied.not_tiled[layer.index] = reason
-            continue
+        else:
+            applied.chains[layer.index] = chain
+    if not applied.chains:
+        why = found.reasons[0]
+        raise ValueError(f"tile_mlp={num_tiles}: no layer's MLP can be tiled, since {why}. Set tile_mlp=1.")
+    applied.norms = found.norms
+    for chain in (*applied.chains.values(), *applied.norms):
         chain.num_tiles = num_tiles
-        applied.chains[layer.index] = chain
         for position, module in enumerate(chain.modules):
             is_last = position == len(chain.modules) - 1
             applied._set(module, "forward", RunTiled(chain) if is_last else HandThrough(chain, position))
-    if not applied.chains:
-        raise ValueError(f"tile_mlp={num_tiles}: no layer's MLP can be tiled, since {reasons[0]}. Set tile_mlp=1.")
 
 
 def _set_model_flags(applied: Applied, model: nn.Module) -> list[nn.Module]:

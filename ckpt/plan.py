@@ -37,12 +37,15 @@ class Rule:
     segment: number of the segment the layer belongs to, None if it holds its own input.
     inner: how a segment is replayed, `keep` or `replay`.
     offload_input: True sends the layer's input off the device between its forward and its backward.
+    middle: what is done with the one tensor between the layer's halves (attention, MLP), where there is one: kept or
+        offloaded, it lets the halves be replayed apart.
     """
 
     replay: bool
     segment: int | None = None
     inner: str = "keep"
     offload_input: bool = False
+    middle: Decision = Decision.RECOMPUTE
 
 
 class Policy(Protocol):

@@ -68,6 +68,7 @@ def policy_keys(policy: Policy, num_layers: int) -> list[Hashable] | None:
                 rule.replay,
                 rule.inner,
                 rule.offload_input,
+                rule.middle,
                 place,
                 decisions,
                 is_last and getattr(policy, "offload", None) is not None,

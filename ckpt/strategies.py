@@ -136,7 +136,8 @@ class Offload:
 
     target: "host" (pinned memory beside a GPU) or "disk" (an unnamed file in `directory`, by default the system's
         temporary folder).
-    what: "inputs": each layer's input, as `full`; "kept": the outputs that `selective` would keep.
+    what: "inputs": each layer's input, as `full`, and where the layer falls into two halves the input of the second
+        too, so that the two are replayed apart; "kept": the outputs that `selective` would keep.
     keep: for `kept`, the keep-list of `selective`.
     """
 
@@ -251,8 +252,10 @@ class OffloadPolicy:
 
     def rule(self, index: int, num_layers: int) -> Rule:
         self._num_layers = num_layers
-        inputs = self.strategy.what == "inputs"
-        return Rule(replay=True, offload_input=inputs and index < num_layers - 1)
+        if self.strategy.what != "inputs":
+            return Rule(replay=True)
+        is_last = index == num_layers - 1
+        return Rule(replay=True, offload_input=not is_last, middle=Decision.KEEP if is_last else Decision.OFFLOAD)
 
     def decide(self, index: int, op: Op) -> Decision | None:
         if self.strategy.what == "inputs":

@@ -1,7 +1,8 @@
-"""Find the token-wise chain of each decoder layer by running the model on a few tokens.
+"""Find the token-wise parts of a model by running it on a few tokens.
 
-Seen while it runs: which child modules take one tensor and return one, whose output is whose input, and which ops read
-what lies in between. Checked by number too: a chain of tokens must give what it gives token by token.
+Seen while it runs: which child modules of a layer take one tensor and return one, whose output is whose input, and
+which ops read what lies in between; and which norms stand alone, in the layers and behind them. Checked by number too:
+a chain of tokens must give what it gives token by token.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from ckpt.engine.record import Recorder
-from ckpt.engine.tiles import Chain, is_token_wise, num_linear, why_random
+from ckpt.engine.tiles import Chain
 
 _PROBE_TOKENS = 4
 
@@ -36,28 +37,69 @@ class _LayerProbe:
     odd: set[str] = field(default_factory=set)  # children called twice, or with other arguments than one tensor
 
 
-def find_chains(model: nn.Module, layers: list[nn.Module]) -> tuple[list[Chain | None], list[str | None]]:
-    """Return, by layer, its chain or None, and why there is none.
+@dataclass(frozen=True)
+class Found:
+    """What of a model is token-wise. chains: by layer, the part that holds the MLP, or None; reasons: why there is
+    none. norms: those that stand alone, of a layer or behind the last one."""
+
+    chains: list[Chain | None]
+    reasons: list[str | None]
+    norms: list[Chain]
+
+
+def find_chains(model: nn.Module, layers: list[nn.Module]) -> Found:
+    """Find the token-wise parts of a model, given its decoder layers.
 
     The model is run once, without gradients, on a few tokens; generators and training flags are left as they were.
     """
     probes = [_LayerProbe() for _ in layers]
-    chains, reasons = [], []
+    outside = _LayerProbe()
+    chains, reasons, norms = [], [], []
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[] if device.type in ("cpu", "meta") else [device]):
-        failure = _run_probe(model, layers, probes)
+        failure = _run_probe(model, layers, probes, outside)
         for probe in probes:
             chain, reason = (None, failure) if not probe.seen else _chain_of(probe)
             if chain is not None and not _is_token_wise(chain, probe):
                 chain, reason = None, "its MLP mixes tokens"
             chains.append(chain)
             reasons.append(reason)
+            norms += _norms_of(probe, () if chain is None else chain.names)
             probe.seen.clear()
-    return chains, reasons
+        norms += _norms_of(outside, ())
+    taken: set[int] = {id(m) for chain in chains if chain is not None for m in chain.modules}
+    alone = []
+    for norm in norms:  # a module that several layers share stands once
+        if id(norm.modules[0]) not in taken:
+            taken.add(id(norm.modules[0]))
+            alone.append(norm)
+    return Found(chains, reasons, alone)
 
 
-def _run_probe(model, layers, probes) -> str | None:
+def _norms_of(probe: _LayerProbe, taken: tuple[str, ...]) -> list[Chain]:
+    """Return the norms that are called with the hidden states alone, each as a chain."""
+    found = []
+    for seen in probe.seen.values():
+        if seen.name in taken or num_linear(seen.module) or not is_token_wise(seen.module):
+            continue
+        # Norms of single heads have their tokens in another dimension.
+        if not any(True for _ in seen.module.parameters()) or seen.source.dim() != 3:
+            continue
+        if why_random(seen.module) is not None or seen.source.shape != seen.result.shape:
+            continue
+        chain = Chain([seen.module], (seen.name,))
+        if _is_token_wise(chain, probe):
+            found.append(chain)
+    return found
+
+
+def _run_probe(model, layers, probes, outside) -> str | None:
     hooks = []
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in inside and not any(True for _ in module.children()):
+            hooks.append(module.register_forward_hook(_Note(name, outside), with_kwargs=True))
+    outside.recorder = _ALWAYS
     for layer, probe in zip(layers, probes, strict=True):
         hooks.append(layer.register_forward_pre_hook(_Enter(layer, probe)))
         hooks.append(layer.register_forward_hook(_Leave(probe), always_call=True))
@@ -78,6 +120,9 @@ def _run_probe(model, layers, probes) -> str | None:
                 probe.recorder.__exit__(None, None, None)
                 probe.recorder = None
     return "it was not called"
+
+
+_ALWAYS = object()  # modules outside of layers are noted whenever they are called
 
 
 class _Enter:
@@ -167,10 +212,41 @@ def _is_token_wise(chain: Chain, probe: _LayerProbe) -> bool:
         sample = source + torch.randn_like(source, dtype=torch.float32).to(source.dtype)
         whole = chain.run(sample)
         parts = torch.cat([chain.run(sample[..., i : i + 1, :]) for i in range(sample.shape[-2])], dim=-2)
-    chain.tokens_run = 0
     tolerance = 1e-4 if source.dtype == torch.float32 else 5e-2
     return whole.shape == parts.shape and torch.allclose(whole, parts, rtol=tolerance, atol=tolerance)
 
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def is_token_wise(module: nn.Module) -> bool:
+    """True for a module made of linear layers, norms, activations and dropouts alone. What its code does with them is
+    for the probe to check."""
+    leaves = [m for m in module.modules() if not any(True for _ in m.children())]
+    if any(any(True for _ in m.parameters(recurse=False)) for m in module.modules() if m not in leaves):
+        return False
+    weighted = [m for m in leaves if any(True for _ in m.parameters(recurse=False))]
+    return all(_is_known(m) for m in weighted)
+
+
+def num_linear(module: nn.Module) -> int:
+    """Return how many linear layers the module has."""
+    return sum(_is_linear(m) for m in module.modules() if not any(True for _ in m.children()))
+
+
+def why_random(module: nn.Module) -> str | None:
+    """Dropout inside the chain would draw its masks tile by tile, other masks than without tiles."""
+    for m in module.modules():
+        if isinstance(m, nn.Dropout) and m.p > 0:
+            return f"its MLP has dropout {m.p}, whose masks would be drawn tile by tile"
+    return None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D"
+
+
+def _is_known(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return _is_linear(module) or "norm" in name or name == "xieluactivation"  # apertus: learned slopes

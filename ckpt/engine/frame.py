@@ -22,10 +22,10 @@ from ckpt.engine.context import GeneratorStates, Settings, generators
 from ckpt.engine.gathered import gathered
 from ckpt.engine.modes import Capture, Replay
 from ckpt.engine.outside import Unwritten, WriteNothingOutside
-from ckpt.engine.program import Pack, Program, Stage
+from ckpt.engine.program import Pack, Program, Source, Stage
 from ckpt.engine.ranges import named
 from ckpt.engine.record import Op, Record, Recorder, TensorMeta
-from ckpt.engine.store import Ticket
+from ckpt.engine.store import Group, Ticket
 from ckpt.plan import Decision
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Frame:
         self.count = 0  # tensors packed
         self.held: dict[int, tuple[torch.Tensor, int]] = {}  # storage -> (tensor, version), what replays are fed with
         self._tickets: dict[int, Ticket] = {}  # storage -> what is held off the device
-        self._group = None if region.store is None else region.store.open_group()
+        self._group: Group | None = None  # of `_tickets`
         self._late: list[_Late] = []
         self._candidates: dict[int, torch.Tensor] = {}  # storage -> output, while recording
         self._state: list[tuple[torch.Tensor, int, int | None]] = []  # parameter or buffer, version, storage number
@@ -131,8 +131,11 @@ class Frame:
                     if meta is not None and meta.storage in op.makes:
                         held.setdefault(meta.storage, tensor.detach())
 
+        def on_input(storage: int, tensor: torch.Tensor):
+            held.setdefault(storage, tensor.detach())
+
         inputs = self.call.tensors()
-        recorder = Recorder(self.region.layer, inputs, on_output)
+        recorder = Recorder(self.region.layer, inputs, on_output, on_input if self.region.has_middle else None)
 
         def pack(tensor: torch.Tensor):
             recorder.saved(tensor)
@@ -212,11 +215,14 @@ class Frame:
 
     def send_input_away(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send the layer's input off the device; return what brings it back."""
-        away, needs_grad = _Away(self.region.store.put(tensor, self._group), tensor), tensor.requires_grad
+        store = self.region.store
+        away, needs_grad = _Away(store.put(tensor, store.open_group()), tensor), tensor.requires_grad
         return lambda: away.fetch().requires_grad_(needs_grad)
 
     def _send_away(self, storage: int, tensor: torch.Tensor) -> _Away:
         if storage not in self._tickets:
+            if self._group is None:  # after the input's, as backward asks for the kept ones first
+                self._group = self.region.store.open_group()
             self._tickets[storage] = self.region.store.put(tensor, self._group)
         return _Away(self._tickets[storage], tensor)
 
@@ -257,14 +263,8 @@ class Frame:
         captures = self.program.captures
         if not captures:
             yield
-        elif all(name is not None for name in captures.values()):
-            hooks = [
-                # First of the module's hooks, as the recorder was: later ones may return something else.
-                self.region.layer.get_submodule(name).register_forward_hook(
-                    lambda module, args, output, storage=storage: self.hold(storage, output.detach()), prepend=True
-                )
-                for storage, name in captures.items()
-            ]
+        elif None not in captures.values():
+            hooks = [self._capture(storage, source) for storage, source in captures.items()]
             try:
                 yield
             finally:
@@ -273,6 +273,18 @@ class Frame:
         else:
             with Capture(self, self.program):
                 yield
+
+    def _capture(self, storage: int, source: Source):
+        """Hook a module so that what it returns, or is called with, is held. First of the module's hooks, as the
+        recorder was: later ones may make something else of it."""
+        module = self.region.layer.get_submodule(source.module)
+        if source.is_input:
+            return module.register_forward_pre_hook(
+                lambda module, args: self.hold(storage, args[0].detach()), prepend=True
+            )
+        return module.register_forward_hook(
+            lambda module, args, output: self.hold(storage, output.detach()), prepend=True
+        )
 
     # ---- backward ----------------------------------------------------------------------------------------------
 

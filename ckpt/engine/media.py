@@ -18,6 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 _GIB = 2**30
 
 
+class NoRoom(ValueError):
+    """What is to be offloaded does not fit."""
+
+
 class Host:
     """Host memory: pinned and copied on a stream of its own beside CUDA; plain memory beside the CPU."""
 
@@ -26,16 +30,8 @@ class Host:
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._buffers: list[torch.Tensor] = []
 
-    def check_room(self, num_bytes: int) -> None:
-        available = _available_memory()
-        if available is not None and num_bytes > available:
-            raise RuntimeError(
-                f"offload: {num_bytes / _GIB:.2f} GiB do not fit the host's memory, {available / _GIB:.2f} GiB "
-                "available. Offload to disk (strategy.target=disk), shorten seq_len, or keep less."
-            )
-
     def new_slot(self, num_bytes: int) -> torch.Tensor:
-        self.check_room(num_bytes)
+        check_room("host", None, num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._cuda)
 
     def write(self, slot: torch.Tensor, source: torch.Tensor):
@@ -90,9 +86,9 @@ class Disk:
         try:
             handle, path = tempfile.mkstemp(prefix="ckpt-offload-", dir=self._directory)
         except OSError as error:
-            raise ValueError(
-                f"offload: cannot write in {self._directory!r}: {error.strerror}. Set strategy.directory to a folder that "
-                "exists and may be written to."
+            raise NoRoom(
+                f"offload: cannot write in {self._directory!r}: {error.strerror}. Set strategy.directory to a folder "
+                "that exists and may be written to."
             ) from None
         os.unlink(path)
         self._file = handle
@@ -100,20 +96,12 @@ class Disk:
         self._thread = ThreadPoolExecutor(1, "ckpt-offload")
         self._end = weakref.finalize(self, _end_disk, self._thread, handle)
 
-    def check_room(self, num_bytes: int) -> None:
-        free = shutil.disk_usage(self._directory).free
-        if num_bytes > free:
-            raise RuntimeError(
-                f"offload: {num_bytes / _GIB:.2f} GiB do not fit on disk, {free / _GIB:.2f} GiB are free in "
-                f"{self._directory!r}. Set strategy.directory to another disk, shorten seq_len, or keep less."
-            )
-
     def new_slot(self, num_bytes: int) -> tuple[int, int]:
         begin = self._size
         try:
             os.posix_fallocate(self._file, begin, max(num_bytes, 1))
         except OSError:
-            self.check_room(num_bytes)
+            check_room("disk", self._directory, num_bytes)
             raise
         self._size = begin + num_bytes
         return begin, num_bytes
@@ -161,12 +149,52 @@ def _end_disk(thread: ThreadPoolExecutor, file: int) -> None:
     os.close(file)
 
 
-def _available_memory() -> int | None:
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+def check_room(target: str, directory: str | None, num_bytes: int) -> None:
+    """Raise NoRoom if `num_bytes` more do not fit the host's memory or the disk; nothing is written to find out."""
+    if target == "host":
+        free, where = available_memory(), "the host's memory"
+        remedy = "Offload to disk (target=disk)"
+    else:
+        directory = directory or tempfile.gettempdir()
+        try:
+            free = shutil.disk_usage(directory).free
+        except OSError as error:
+            raise NoRoom(f"offload: cannot write in {directory!r}: {error.strerror}") from None
+        where, remedy = f"the disk of {directory!r}", "Set directory to another disk"
+    if free is not None and num_bytes > free:
+        raise NoRoom(
+            f"offload: {num_bytes / _GIB:.2f} GiB do not fit {where}, where {free / _GIB:.2f} GiB are free. "
+            f"{remedy}, shorten seq_len, or keep less."
+        )
+
+
+def available_memory() -> int | None:
+    """Return the bytes that this process may still take of the host's memory, within its container; None if the system
+    does not tell."""
+    found = [n for n in (_of_machine(), _of_container()) if n is not None]
+    return min(found, default=None)
+
+
+def _of_machine() -> int | None:
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
     return None
+
+
+def _of_container(root: str = "/sys/fs/cgroup") -> int | None:
+    """Read cgroup v2: the limit less what is used, but for file pages that the kernel can drop."""
+    limit = next(iter(_lines(f"{root}/memory.max")), "max")
+    used = next(iter(_lines(f"{root}/memory.current")), None)
+    if limit == "max" or used is None:
+        return None
+    cached = dict(line.split() for line in _lines(f"{root}/memory.stat"))
+    return max(0, int(limit) - int(used) + int(cached.get("inactive_file", 0)))
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path) as file:
+            return file.read().splitlines()
+    except OSError:
+        return []

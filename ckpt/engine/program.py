@@ -37,6 +37,14 @@ class Pack(IntEnum):
     FEED = 3  # kept, and the replay needs it too
 
 
+@dataclass(frozen=True)
+class Source:
+    """A module of the layer that returns a tensor, or is called with it."""
+
+    module: str
+    is_input: bool = False
+
+
 @dataclass
 class Stage:
     """A set of saved tensors that is replayed together."""
@@ -59,7 +67,7 @@ class Program:
     packs: list[Pack]
     stages: list[Stage]
     stage_of: dict[int, int]
-    captures: dict[int, str | None]  # storage -> module whose output it is (None: only a dispatch mode sees it)
+    captures: dict[int, Source | None]  # storage -> where it passes (None: only a dispatch mode sees it)
     away: frozenset[int]  # storages that are held off the device
     kept_bytes: int  # on the device
     away_bytes: int
@@ -207,7 +215,7 @@ def _skip(op: Op, fed: set[int], real: set[int]) -> Skip | SkipWrite:
     return SkipWrite(op, storage if storage in fed else None, is_dead=storage not in fed and storage not in real)
 
 
-def _mark_sources(record: Record, packs: list[Pack], fed: frozenset[int]) -> dict[int, str | None]:
+def _mark_sources(record: Record, packs: list[Pack], fed: frozenset[int]) -> dict[int, Source | None]:
     """Mark the packs that hold what replays are fed with; return what must be captured beside them."""
     missing = set(fed)
     for n, code in enumerate(packs):
@@ -218,4 +226,10 @@ def _mark_sources(record: Record, packs: list[Pack], fed: frozenset[int]) -> dic
         if any(o is not None and o.storage == storage and o.dtype == record.saved[n].dtype for o in made.outputs):
             packs[n] = Pack.FEED
             missing.discard(storage)
-    return {s: record.module_outputs.get(s) for s in sorted(missing)}
+    return {s: _source(record, s) for s in sorted(missing)}
+
+
+def _source(record: Record, storage: int) -> Source | None:
+    if storage in record.module_outputs:
+        return Source(record.module_outputs[storage])
+    return Source(record.child_inputs[storage], is_input=True) if storage in record.child_inputs else None

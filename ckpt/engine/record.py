@@ -96,6 +96,7 @@ class Record:
     producer: list[int] = field(default_factory=list)  # by storage: op index, EXTERNAL or ARG - k
     storage_bytes: list[int] = field(default_factory=list)
     module_outputs: dict[int, str] = field(default_factory=dict)  # storage -> module, called once, that returns it
+    child_inputs: dict[int, str] = field(default_factory=dict)  # storage -> child of the layer, called once with it
     custom_functions: tuple[str, ...] = ()  # autograd.Functions written in Python: their kernels may bypass the record
     bypasses: list[str] = field(default_factory=list)  # other ways in which values passed by the record
     python_reads: list[tuple[int, int]] = field(default_factory=list)  # (after how many ops, storage) by `tolist`
@@ -129,12 +130,13 @@ class Record:
 
 
 class Recorder(TorchDispatchMode):
-    """Fill a `Record` while a layer runs. `on_output(op, tensors)` lets the caller hold outputs it decides to keep."""
+    """Fill a `Record` while a layer runs. `on_output(op, tensors)` lets the caller hold outputs it decides to keep,
+    `on_input(storage, tensor)` what a child of the layer is called with."""
 
-    def __init__(self, layer: torch.nn.Module, inputs: list[torch.Tensor], on_output=None):
+    def __init__(self, layer: torch.nn.Module, inputs: list[torch.Tensor], on_output=None, on_input=None):
         super().__init__()
         self.record = Record()
-        self.on_output = on_output
+        self.on_output, self.on_input = on_output, on_input
         self._layer = layer
         self._storages: dict[int, int] = {}  # cdata -> storage number
         self._alive: list[StorageWeakRef] = []  # weak references pin the addresses, so none is reused while we record
@@ -165,6 +167,15 @@ class Recorder(TorchDispatchMode):
         if name is not None:
             self._calls[name] += 1
             self._stack.append((canonical_path(name), Counter()))
+            if "." not in name and args and isinstance(args[0], torch.Tensor):
+                self._note_input(name, args[0])
+
+    def _note_input(self, name: str, tensor: torch.Tensor) -> None:
+        number = self._storages.get(storage_of(tensor)._cdata)
+        if number is not None and self.record.producer[number] >= 0:
+            self.record.child_inputs.setdefault(number, name)
+            if self.on_input is not None:
+                self.on_input(number, tensor)
 
     def _leave_module(self, module, args, output):
         name = self._names.get(id(module))
@@ -182,7 +193,9 @@ class Recorder(TorchDispatchMode):
 
         state: the layer's parameters and buffers, to be found again among the storages that the ops read."""
         record = self.record
-        record.module_outputs = {s: name for s, name in record.module_outputs.items() if self._calls[name] == 1}
+        for named in (record.module_outputs, record.child_inputs):
+            for storage in [s for s, name in named.items() if self._calls[name] != 1]:
+                del named[storage]
         record.state = tuple(self._storages.get(storage_of(t)._cdata) for t in state)
         record.bypasses += unseen_writes(record)
         return record

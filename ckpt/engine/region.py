@@ -14,9 +14,12 @@ import torch
 from ckpt.engine.call import Call
 from ckpt.engine.context import Surroundings
 from ckpt.engine.frame import Frame
+from ckpt.engine.halves import middle_op
+from ckpt.engine.keys import OpKey
+from ckpt.engine.media import NoRoom
 from ckpt.engine.ops import Unreplayable
 from ckpt.engine.program import Program, build_program
-from ckpt.engine.record import Op
+from ckpt.engine.record import Op, Record
 from ckpt.engine.segments import Link, SegmentTail
 from ckpt.engine.store import Store
 from ckpt.plan import Decision
@@ -54,6 +57,8 @@ class Region:
         self.is_last_of_segment = False
         self.store: Store | None = None  # where offloaded tensors go
         self.offloads_input = False
+        self.middle = Decision.RECOMPUTE  # what is done with the tensor between the layer's halves
+        self.num_alike = 1  # layers that send as much away as this one, itself included
         self.keep_cache = bool(getattr(layer, "_can_checkpoint_with_cache", False))
         self.dynamic_because: str | None = None
         self._fresh()
@@ -71,12 +76,15 @@ class Region:
         self.latest: Program | None = None
         self.op_names: set[str] = set()
         self.keys_seen: set = set()
+        self.middle_key: OpKey | None = None  # of the op that makes it, in the latest record
+        self.no_middle_because: str | None = None
         self.matched = 0  # ops that the policy keeps or offloads, over all records
         self._surroundings: Surroundings | None = None
 
     def __getstate__(self):
         # Programs hold placeholders and weak references; a copied or unpickled layer records anew.
         transient = ("programs", "latest", "counts", "_surroundings", "op_names", "keys_seen", "matched")
+        transient += ("middle_key", "no_middle_because")
         return {k: v for k, v in self.__dict__.items() if k not in transient}
 
     def __setstate__(self, state):
@@ -117,9 +125,13 @@ class Region:
         self.counts.records += 1
         try:
             output, record, decisions = frame.record(self._decision)
+            if self.has_middle:
+                self._decide_on_middle(record, decisions, dropped)
             program = build_program(record, decisions, dropped)
         except Unreplayable as error:
             raise Unreplayable(f"{self.name}: {error}") from None
+        if self.store is not None:
+            self._check_room(program)
         frame.settle(program)
         self.latest = program
         self.op_names.update(op.key.op for op in record.ops)
@@ -135,6 +147,26 @@ class Region:
                 self.programs.pop(next(iter(self.programs)))
             self.programs[signature] = program
         return output
+
+    def _check_room(self, program: Program) -> None:
+        """Raise NoRoom, in the first of the layers, if all of them together would send more away than there is room
+        for."""
+        own = program.away_bytes + (self.counts.away_bytes if self.offloads_input else 0)
+        try:
+            self.store.check_room(own * self.num_alike)
+        except NoRoom as error:
+            raise NoRoom(f"{error} ({self.num_alike} layers offload {own / 2**20:.1f} MiB each.)") from None
+
+    @property
+    def has_middle(self) -> bool:
+        """Whether the tensor between the halves is to be held, where there is one."""
+        return self.middle is not Decision.RECOMPUTE and self.dynamic_because is None
+
+    def _decide_on_middle(self, record: Record, decisions: dict[int, Decision], dropped: frozenset[int]) -> None:
+        index, self.no_middle_because = middle_op(record, decisions, dropped)
+        self.middle_key = None if index is None else record.ops[index].key
+        if index is not None:
+            decisions[index] = self.middle
 
     def _decision(self, op: Op) -> Decision:
         decision = self.decide(self.index, op)

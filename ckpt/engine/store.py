@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ckpt import ledger
-from ckpt.engine.media import Disk, Host
+from ckpt.engine.media import Disk, Host, check_room
 
 
 class Ticket:
@@ -39,7 +39,7 @@ class Ticket:
             self._ready = self._store._bring_back(self._slot, self.num_bytes, self._device)
 
     def fetch(self) -> torch.Tensor:
-        """Return the storage's bytes, (num_bytes,) uint8 on the device. Starts bringing back the layer before."""
+        """Return the storage's bytes, (num_bytes,) uint8 on the device. Starts bringing back the group before."""
         tensor = self._on_device()
         if tensor is None:
             self.prefetch()
@@ -59,7 +59,8 @@ class Ticket:
 
 
 class Group:
-    """The tickets of one layer call, and the call before."""
+    """Tickets that backward needs together (a layer's input, or what is kept of it), and those sent before them, which
+    it needs next."""
 
     def __init__(self, previous: Group | None):
         self._previous = None if previous is None else weakref.ref(previous)
@@ -92,6 +93,7 @@ class Store:
         self._pool: dict[int, list] = defaultdict(list)
         self._latest: weakref.ref | None = None
         self._leaving = None  # (tensor, event): the one tensor on its way out
+        self._slot_bytes = 0  # of all buffers, in use or pooled
         self.moved_bytes = 0
         self.bytes_now = 0
         self.peak_bytes = 0
@@ -106,7 +108,7 @@ class Store:
         self._fresh()
 
     def open_group(self) -> Group:
-        """Begin a layer call's group."""
+        """Begin a group."""
         group = Group(None if self._latest is None else self._latest())
         self._latest = weakref.ref(group)
         return group
@@ -143,8 +145,10 @@ class Store:
         return self._stall_seconds
 
     def check_room(self, num_bytes: int) -> None:
-        """Raise RuntimeError if `num_bytes` do not fit the host's memory or the disk."""
-        self._open(torch.device("cpu")).check_room(num_bytes)
+        """Raise NoRoom if `num_bytes` in all do not fit the host's memory or the disk, what is held already included.
+        Under fake tensors nothing is written, so there is nothing to check."""
+        if num_bytes > self._slot_bytes and torch._guards.detect_fake_mode() is None:
+            check_room(self.target, self.directory, num_bytes - self._slot_bytes)
 
     def retire(self) -> None:
         """Free the buffers if nothing is out any more; else the last ticket's end does, for a backward may follow."""
@@ -168,7 +172,9 @@ class Store:
         if free:
             return free.pop()
         with _disable_current_modes():  # host buffers are not device memory: no ledger counts them
-            return medium.new_slot(num_bytes)
+            slot = medium.new_slot(num_bytes)
+        self._slot_bytes += num_bytes
+        return slot
 
     def _give_back(self, num_bytes: int, slot) -> None:
         self._note(-num_bytes)
@@ -201,7 +207,7 @@ class Store:
         self.peak_bytes = max(self.peak_bytes, self.bytes_now)
         open_ledger = ledger.current()
         if open_ledger is not None:
-            open_ledger.note_host(delta)
+            open_ledger.note_host(delta, on_disk=self.target == "disk")
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:

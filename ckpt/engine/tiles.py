@@ -1,10 +1,10 @@
-"""Tiled MLP: the token-wise part of a layer, run and differentiated tile by tile along the sequence.
+"""Token-wise parts of a model, run and differentiated tile by tile along the sequence.
 
-The token-wise part is a chain of the layer's child modules, at most [norm, MLP, norm], through which the hidden states
-pass and nothing else reads them in between. The last module of the chain runs the whole chain on one tile of tokens at
-a time and saves the chain's input alone; the others hand their input through. In backward each tile is run again and
-differentiated. So the MLP runs exactly twice: a layer's replay needs the chain's input, and its output is skipped as
-dead.
+A token-wise part is a chain of modules through which the hidden states pass and nothing else reads them in between: a
+layer's MLP with the norms around it, or a norm alone. The last module of the chain runs the whole chain on one tile of
+tokens at a time and saves the chain's input alone; the others hand their input through. In backward each tile is run
+again and differentiated. So the MLP runs exactly twice: a layer's replay needs the chain's input, and its output is
+skipped as dead (`Chain.num_passes` counts).
 
 What is tiled is found by running the model once on a few tokens (`find_chains`): reading the code would not tell.
 ALST (arXiv:2506.13996) tiles the same part inside a replayed layer and runs the MLP three times.
@@ -20,33 +20,42 @@ from types import MethodType
 import torch
 from torch import nn
 
+from ckpt.engine.actions import is_placeholder
 from ckpt.engine.context import Settings, Surroundings
 from ckpt.engine.loops import turns
+from ckpt.engine.unneeded import Unneeded
 
 
 @dataclass(eq=False)
 class Chain:
-    """Modules through which the hidden states of a layer pass, token by token."""
+    """Modules through which hidden states pass, token by token.
+
+    names: of the modules, within the layer or, for what stands outside of the layers, within the model. tokens_in:
+    that training forwards brought; tokens_run: through the chain, over all passes, where its ops were really run.
+    """
 
     modules: list[nn.Module]
     names: tuple[str, ...]
     num_tiles: int = 1
     forwards: list = field(default_factory=list)  # the modules' own forwards
-    tokens_run: int = 0  # through the chain, over all passes
+    tokens_in: int = 0
+    tokens_run: int = 0
+    unneeded: Unneeded = field(default_factory=Unneeded)
 
     def __post_init__(self):
         self.forwards = [m.forward for m in self.modules]
 
     def __getstate__(self):
         # A pickled bound method comes back by its name, which by then is the patched one.
-        return {k: v for k, v in self.__dict__.items() if k != "forwards"}
+        return {k: v for k, v in self.__dict__.items() if k not in ("forwards", "unneeded")}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
         self.forwards = [MethodType(type(m).forward, m) for m in self.modules]
+        self.unneeded = Unneeded()
 
     def run(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.tokens_run += hidden.shape[-2]
+        """(B, T, D) -> (B, T, D), all at once."""
         for forward in self.forwards:
             hidden = forward(hidden)
         return hidden
@@ -57,12 +66,20 @@ class Chain:
         return tile.contiguous() if any(type(m).__name__ == "Conv1D" for m in self.modules[0].modules()) else tile
 
     def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are trained."""
         found = {id(p): p for m in self.modules for p in m.parameters() if p.requires_grad}
         return list(found.values())
 
     def bounds(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Return begin and end of each tile."""
         size = -(-num_tokens // self.num_tiles)
         return [(a, min(a + size, num_tokens)) for a in range(0, num_tokens, size)]
+
+    @property
+    def num_passes(self) -> float:
+        """How often the chain ran for each token of a training forward, backward included: 2 if nothing behind it
+        needs its output."""
+        return self.tokens_run / self.tokens_in if self.tokens_in else 0.0
 
 
 class HandThrough:
@@ -103,9 +120,12 @@ class TiledChain(torch.autograd.Function):
         ctx.chain, ctx.surroundings, ctx.settings = chain, surroundings, settings
         ctx.num_parameters = len(parameters)
         ctx.save_for_backward(hidden)
+        in_backward = torch._C._current_graph_task_id() != -1
         output = None
         for begin, end in turns(chain.bounds(hidden.shape[-2]), hidden):
             tile = chain.run(chain.tile(hidden, begin, end))
+            chain.tokens_in += 0 if in_backward else end - begin
+            chain.tokens_run += 0 if is_placeholder(tile) else end - begin
             if output is None:
                 output = tile.new_empty((*hidden.shape[:-1], tile.shape[-1]))
             output[..., begin:end, :] = tile
@@ -123,11 +143,12 @@ class TiledChain(torch.autograd.Function):
         wants_hidden = ctx.needs_input_grad[3]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         totals: list[torch.Tensor | None] = [None] * len(parameters)
+        situation = ctx.settings, tuple(p.requires_grad for p in parameters), wants_hidden
         with ctx.surroundings.restored(ctx.settings, hidden.device.type):
             for begin, end in turns(chain.bounds(hidden.shape[-2]), hidden):
                 leaf = chain.tile(hidden, begin, end).detach().requires_grad_(wants_hidden)
-                with torch.enable_grad():
-                    tile = chain.run(leaf)
+                tile = chain.unneeded.run(chain.run, leaf, chain.modules, situation)
+                chain.tokens_run += end - begin
                 inputs = ([leaf] if wants_hidden else []) + parameters
                 found = list(torch.autograd.grad(tile, inputs, gradient[..., begin:end, :], allow_unused=True))
                 del tile
@@ -150,35 +171,3 @@ def _accumulate(totals: list, found: list, num_tiles: int) -> None:
             totals[k] = gradient.float() if wide else gradient
         else:
             totals[k].add_(gradient)
-
-
-def is_token_wise(module: nn.Module) -> bool:
-    """True for a module made of linear layers, norms, activations and dropouts alone. What its code does with them is
-    for the probe to check."""
-    leaves = [m for m in module.modules() if not any(True for _ in m.children())]
-    if any(any(True for _ in m.parameters(recurse=False)) for m in module.modules() if m not in leaves):
-        return False
-    weighted = [m for m in leaves if any(True for _ in m.parameters(recurse=False))]
-    return all(_is_known(m) for m in weighted)
-
-
-def num_linear(module: nn.Module) -> int:
-    """Return how many linear layers the module has."""
-    return sum(_is_linear(m) for m in module.modules() if not any(True for _ in m.children()))
-
-
-def why_random(module: nn.Module) -> str | None:
-    """Dropout inside the chain would draw its masks tile by tile, other masks than without tiles."""
-    for m in module.modules():
-        if isinstance(m, nn.Dropout) and m.p > 0:
-            return f"its MLP has dropout {m.p}, whose masks would be drawn tile by tile"
-    return None
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D"
-
-
-def _is_known(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    return _is_linear(module) or "norm" in name or name == "xieluactivation"  # apertus: learned slopes
