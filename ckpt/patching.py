@@ -12,6 +12,7 @@ wrapped, so parameter names, state dict and hooks stay as they are. Layers of a 
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from types import MethodType
@@ -20,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ckpt import strategies
+from ckpt import strategies, tiling
 from ckpt.audit import Audit, audit_of
-from ckpt.engine.chains import find_chains
 from ckpt.engine.region import Region
 from ckpt.engine.segments import SegmentTail
 from ckpt.engine.store import Store
-from ckpt.engine.tiles import Chain, HandThrough, RunTiled
+from ckpt.engine.tiles import Chain
 from ckpt.guard import Guard, has_own_forward, is_native, refuse_without_seam, remove_guards
 from ckpt.layers import Layer, find_layers, unwrapped
 from ckpt.plan import LayerPlan, Plan, Policy
@@ -139,7 +139,7 @@ def apply(
     inner = unwrapped(model)
     _refuse_what_is_there(model, layers)
     if tile_mlp == "auto":
-        tile_mlp = 1 if compile else _auto_tiles(model, policy, workload, loss)  # compiled layers cannot be tiled
+        tile_mlp = 1 if compile else tiling.auto_tiles(model, policy, workload, loss)  # compiled layers cannot be tiled
     applied = Applied(inner, policy, len(layers))
     try:
         if compile is not False:
@@ -148,7 +148,7 @@ def apply(
             applied.compiled = lower(applied, layers, policy, tile_mlp, dynamic, compile)
         else:
             if tile_mlp != 1:  # before the layers are patched: tiling looks at what the plain model does
-                _tile(applied, model, layers, tile_mlp)
+                tiling.tile(applied, model, layers, tile_mlp)
             _patch_layers(applied, model, layers, policy, dynamic)
         applied._set(inner, "_ckpt_applied", applied)
         if applied.regions:
@@ -203,6 +203,7 @@ def _patch_layers(applied: Applied, model, layers: list[Layer], policy: Policy, 
     where = getattr(policy, "offload", None)
     if where is not None:
         applied.store = Store(where["target"], where.get("directory"))
+    num_alike = Counter((rule.replay, rule.offload_input) for rule in rules)
     tails: dict[int, SegmentTail] = {}
     for layer, rule in zip(layers, rules, strict=True):
         if not rule.replay:
@@ -215,6 +216,7 @@ def _patch_layers(applied: Applied, model, layers: list[Layer], policy: Policy, 
         if rule.offload_input and applied.store is None:
             raise ValueError(f"the policy offloads the input of layer {layer.index} and names no target, host or disk")
         region.store, region.offloads_input, region.middle = applied.store, rule.offload_input, rule.middle
+        region.num_alike = num_alike[rule.replay, rule.offload_input]
         if rule.segment is not None:
             region.segment = tails.setdefault(rule.segment, SegmentTail(rule.inner, layer.index))
             following = rules[layer.index + 1] if layer.index + 1 < len(layers) else None
@@ -225,35 +227,6 @@ def _patch_layers(applied: Applied, model, layers: list[Layer], policy: Policy, 
             applied._set(layer.module, "gradient_checkpointing", True)
         else:
             applied._set(layer.module, "forward", _PlainForward(layer.module, region))
-
-
-def _auto_tiles(model: nn.Module, policy: Policy, workload, loss: str) -> int:
-    if workload is None:
-        raise ValueError('tile_mlp="auto" plans for a workload: ckpt.apply(model, strategy, ckpt.Workload(...))')
-    from ckpt.choose_tiles import choose_tiles
-    from ckpt.simulate import Simulator
-
-    return choose_tiles(Simulator(model, workload.replace(tile_mlp=1)), policy, loss)
-
-
-def _tile(applied: Applied, model: nn.Module, layers: list[Layer], num_tiles: int) -> None:
-    if isinstance(num_tiles, bool) or not isinstance(num_tiles, int) or num_tiles < 1:
-        raise ValueError(f"tile_mlp={num_tiles!r} must be a whole number of tiles, 1 or more")
-    found = find_chains(model, [layer.module for layer in layers])
-    for layer, chain, reason in zip(layers, found.chains, found.reasons, strict=True):
-        if chain is None:
-            applied.not_tiled[layer.index] = reason
-        else:
-            applied.chains[layer.index] = chain
-    if not applied.chains:
-        why = found.reasons[0]
-        raise ValueError(f"tile_mlp={num_tiles}: no layer's MLP can be tiled, since {why}. Set tile_mlp=1.")
-    applied.norms = found.norms
-    for chain in (*applied.chains.values(), *applied.norms):
-        chain.num_tiles = num_tiles
-        for position, module in enumerate(chain.modules):
-            is_last = position == len(chain.modules) - 1
-            applied._set(module, "forward", RunTiled(chain) if is_last else HandThrough(chain, position))
 
 
 def _set_model_flags(applied: Applied, model: nn.Module) -> list[nn.Module]:

@@ -86,10 +86,7 @@ class Disk:
         try:
             handle, path = tempfile.mkstemp(prefix="ckpt-offload-", dir=self._directory)
         except OSError as error:
-            raise NoRoom(
-                f"offload: cannot write in {self._directory!r}: {error.strerror}. Set strategy.directory to a folder "
-                "that exists and may be written to."
-            ) from None
+            raise _cannot_write(self._directory, error) from None
         os.unlink(path)
         self._file = handle
         self._size = 0
@@ -159,13 +156,20 @@ def check_room(target: str, directory: str | None, num_bytes: int) -> None:
         try:
             free = shutil.disk_usage(directory).free
         except OSError as error:
-            raise NoRoom(f"offload: cannot write in {directory!r}: {error.strerror}") from None
+            raise _cannot_write(directory, error) from None
         where, remedy = f"the disk of {directory!r}", "Set directory to another disk"
     if free is not None and num_bytes > free:
         raise NoRoom(
             f"offload: {num_bytes / _GIB:.2f} GiB do not fit {where}, where {free / _GIB:.2f} GiB are free. "
             f"{remedy}, shorten seq_len, or keep less."
         )
+
+
+def _cannot_write(directory: str, error: OSError) -> NoRoom:
+    return NoRoom(
+        f"offload: cannot write in {directory!r}: {error.strerror}. Set strategy.directory to a folder that exists and "
+        "may be written to."
+    )
 
 
 def available_memory() -> int | None:
