@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ckpt.hardware import Device
@@ -38,65 +39,75 @@ def longest(
     step: int = 1024,
     most: int = MOST_TOKENS,
     known: Mapping[int, int] | None = None,
+    at_zero: int = 0,
     check_next: bool = True,
 ) -> Longest:
     """Find the longest seq_len, a multiple of `step` up to `most`, whose peak is at most `budget_bytes`.
 
     The result was tried and fits. peak_of: bytes for a number of tokens, never falling. known: peaks that are known
-    already. check_next: also try the next longer one and see that it does not fit; without it, two lengths that were
-    tried and the straight line through them may prove that, which is right where peaks grow at least in proportion.
+    already. at_zero: about what a step without tokens would take; a good guess saves tries. check_next: also try the
+    next longer one and see that it does not fit; without it, the straight line through two lengths that were tried may
+    prove that, which is right where peaks grow at least in proportion.
 
     Raises ValueError for a step or a limit below 1.
     """
     if step < 1 or most < step:
         raise ValueError(f"longest: step={step} must be 1 or more, and most={most} at least one step")
     peaks = dict(known or {})
-
-    def fits(tokens: int) -> bool:
-        if tokens not in peaks:
-            peaks[tokens] = peak_of(tokens)
-        return peaks[tokens] <= budget_bytes
-
     top = most // step * step
-    if not fits(step):
-        return Longest(0, peaks[step], False, peaks)
-    low = max(n for n in peaks if n % step == 0 and n <= top and fits(n))
-    high = min((n for n in peaks if n > low and not fits(n)), default=None)
-    wide = False  # whether the last guess left more than half of the interval
 
-    def end() -> int:
-        return top + step if high is None else min(high, top + step)
+    def bounds() -> tuple[int, int]:
+        """The longest multiple of `step` that fits, as far as is known, and the shortest length that does not."""
+        low = max((n for n, peak in peaks.items() if peak <= budget_bytes and n <= top and n % step == 0), default=0)
+        return low, min((n for n, peak in peaks.items() if peak > budget_bytes), default=top + step)
 
-    while end() - low > step and (check_next or not _is_proven(peaks, low, step, budget_bytes)):
-        before = end() - low
-        guess = (low + end()) // 2 if wide and high is not None else _guess(peaks, low, high, budget_bytes)
-        guess = min(max(guess // step * step, low + step), (end() - 1) // step * step)
-        if fits(guess):
-            low = guess
-        else:
-            high = guess
-        wide = end() - low > before // 2
-    return Longest(low, peaks[low], low == top, peaks)
+    low, high = bounds()
+    stalled = 0  # tries in a row that left more than half of the range; lines mislead where peaks are no straight lines
+    while min(high, top + step) - low > step and (check_next or not _is_proven(peaks, low + step, budget_bytes)):
+        before = min(high, top + step) - low
+        guess = (
+            (low + min(high, top + step)) // 2 if stalled > 1 and high <= top else _guess(peaks, budget_bytes, at_zero)
+        )
+        guess = min(max(guess // step * step, low + step), (min(high, top + step) - 1) // step * step)
+        peaks[guess] = peak_of(guess)
+        low, high = bounds()
+        stalled = stalled + 1 if min(high, top + step) - low > before // 2 else 0
+    if not low and step not in peaks:
+        peaks[step] = peak_of(step)
+    return Longest(low, peaks[low or step], low == top, peaks)
 
 
-def _guess(peaks: Mapping[int, int], low: int, high: int | None, budget_bytes: int) -> int:
-    """Where the straight line through the nearest two lengths meets the budget; at most eight times the longest that
-    fits while nothing too long is known."""
-    other = high if high is not None else max((n for n in peaks if n < low), default=None)
-    most = high or 8 * low
-    if other is None or peaks[other] == peaks[low]:
+def _guess(peaks: Mapping[int, int], budget_bytes: int, at_zero: int) -> int:
+    """Where the straight line through the two lengths nearest to the budget meets it; at most eight times the longest
+    that fits while nothing too long is known."""
+    below = sorted(n for n, peak in peaks.items() if peak <= budget_bytes)
+    above = sorted(n for n, peak in peaks.items() if peak > budget_bytes)
+    most = above[0] if above else 8 * below[-1] if below else 8192
+    points = dict(peaks)
+    if below and above:
+        a, b = below[-1], above[0]
+    elif len(peaks) > 1:
+        a, b = below[-2:] if below else above[:2]
+    elif peaks:
+        a, b = 0, next(iter(peaks))
+        points[0] = at_zero
+    else:
         return most
-    slope = (peaks[other] - peaks[low]) / (other - low)
-    return min(most, low + int((budget_bytes - peaks[low]) / slope))
+    if points[b] <= points[a]:
+        return most
+    return min(most, max(0, a + int((budget_bytes - points[a]) * (b - a) / (points[b] - points[a]))))
 
 
-def _is_proven(peaks: Mapping[int, int], low: int, step: int, budget_bytes: int) -> bool:
-    """Whether the line through the longest that fits and the one before exceeds the budget one step further."""
-    before = max((n for n in peaks if n < low), default=None)
-    if before is None:
-        return False
-    slope = (peaks[low] - peaks[before]) / (low - before)
-    return peaks[low] + slope * step > budget_bytes
+def _is_proven(peaks: Mapping[int, int], tokens: int, budget_bytes: int) -> bool:
+    """Whether a line through two lengths on the same side of `tokens` is above the budget there. Peaks are the highest
+    of a few straight lines, and such a function lies above all lines drawn on from it."""
+    tried = sorted(peaks)
+    for a, b in pairwise(tried):
+        if not a < tokens < b:
+            slope = (peaks[b] - peaks[a]) / (b - a)
+            if peaks[a] + slope * (tokens - a) > budget_bytes:
+                return True
+    return False
 
 
 def longest_that_fits(

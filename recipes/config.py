@@ -155,6 +155,7 @@ class Config:
     recipe: Literal["pretrain", "finetune"] = key("pretrain", "program of recipes/ to run")
     name: str | None = key(None, "run directory under runs_dir; null: strategy-model-seq_len-start time")
     runs_dir: str = key("runs", "folder of all runs")
+    plans_dir: str = key("plans", "folder of what plan.py writes")
     resume: bool | str = key(False, "continue a run from its train state: its folder (or true, beside `name`)")
     steps: int = key(100, "optimizer steps", at_least=1)
     seq_len: int = key(1024, "tokens in a row", at_least=2)

@@ -40,6 +40,17 @@ def model_without_weights(cfg: Config, config: PreTrainedConfig) -> nn.Module:
     return model
 
 
+def refuse_what_is_not_predicted(cfg: Config) -> None:
+    """Raise ValueError for keys whose effect on memory is not predicted: degrees of parallelism, compilation."""
+    for name, degree in dataclasses.asdict(cfg.parallel).items():
+        if degree > 1:
+            raise ValueError(
+                f"parallel.{name}={degree}: bytes per rank are not predicted yet. Leave it out to plan one rank alone."
+            )
+    if cfg.compile:
+        raise ValueError("compile=true is not predicted: compiled layers allocate as their compiler decides.")
+
+
 def target_device(cfg: Config, device: torch.device | str) -> Device:
     """Return the device that predictions of a run on `device` are for, by `hardware.name` and `hardware.memory_gib`."""
     name = cfg.hardware.name

@@ -47,6 +47,10 @@ def test_needs_few_predictions_over_any_range():
 
     assert longest(peak, 90_000_000, step=1024, check_next=False).seq_len == 70_000_000 // 431 // 1024 * 1024
     assert len(tried) <= 7
+    tried.clear()
+    for asked in (1024, 131_072, 1_000_000):
+        longest(peak, 90_000_000, known={asked: peak(asked)}, at_zero=20_000_000, check_next=False)
+    assert len(tried) <= 12
 
 
 def test_the_longest_that_is_predicted_to_fit_fits_and_the_next_does_not():

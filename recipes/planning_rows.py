@@ -1,0 +1,162 @@
+"""The rows of plan.py's table: every strategy predicted for one run, and the longest sequence that each would bear.
+
+Owns which strategies stand in the table and what is computed of each. Knows nothing of how it looks.
+
+    table = plan_rows(cfg, model, device, say=print)
+    best(table).command
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ckpt import strategies
+from ckpt.choose_tiles import choose_tiles
+from ckpt.fake import Unpredictable
+from ckpt.hardware import GIB, Device
+from ckpt.longest import longest
+from ckpt.predict import Prediction, predict, read
+from ckpt.simulate import Simulator
+from ckpt.workload import Workload
+from recipes.config import Config
+from recipes.errors import one_line
+from recipes.workload import workload_of
+
+Say = Callable[[str], None]
+
+STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("none", {}),
+    ("every_n", {"n": 2}),
+    ("selective", {"keep": "attention+matmul"}),
+    ("selective", {}),
+    ("full", {}),
+    ("segments", {}),
+    ("segments", {"inner": "replay"}),
+    ("offload", {}),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy. label: its name and fields. words: as overrides. prediction: None where `error` says why.
+    longest_tokens: the longest sequence that fits; None where it was not looked for."""
+
+    label: str
+    words: tuple[str, ...]
+    prediction: Prediction | None = field(repr=False)
+    longest_tokens: int | None = None
+    error: str | None = None
+    tile_mlp: int | str = 1
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits the device."""
+        return self.prediction is not None and bool(self.prediction.fits)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        predicted = {} if self.prediction is None else self.prediction.to_dict()
+        mine = {"label": self.label, "overrides": list(self.words), "longest_seq_len": self.longest_tokens}
+        return {**mine, "error": self.error, **predicted}
+
+
+def plan_rows(
+    cfg: Config, model: nn.Module, device: Device, say: Say, search: bool = True, keep: Sequence[str] = ()
+) -> list[Row]:
+    """Predict every strategy, and with `search` the longest sequence of each. `keep`: only these names.
+
+    A strategy that does not fit the model has its reason in its row. Raises ValueError where the model itself cannot be
+    predicted.
+    """
+    work = workload_of(cfg)
+    simulator = Simulator(model, work)
+    chosen = [(name, fields) for name, fields in STRATEGIES if not keep or name in keep]
+    rows = []
+    for number, (name, fields) in enumerate(chosen, 1):
+        label, words = label_of(name, fields), words_of(name, fields)
+        say(f"predicting {label} ({number} of {len(chosen)})")
+        try:
+            rows.append(_row(label, words, strategies.make(name, **fields), simulator, model, device, search))
+        except Unpredictable:
+            raise
+        except ValueError as error:
+            rows.append(Row(label, words, None, error=one_line(error)))
+    return rows
+
+
+def _row(
+    label: str,
+    words: tuple[str, ...],
+    strategy: Any,
+    simulator: Simulator,
+    model: nn.Module,
+    device: Device,
+    search: bool,
+) -> Row:
+    work, prediction = predicted(simulator, strategy, device)
+    longest_tokens = None
+    if search:
+        longest_tokens = search_longest(model, strategy, work, device, prediction)
+    return Row(label, words, prediction, longest_tokens, tile_mlp=work.tile_mlp)
+
+
+def predicted(simulator: Simulator, strategy: Any, device: Device) -> tuple[Workload, Prediction]:
+    """Predict one strategy; return the workload too, with the number of tiles that was chosen."""
+    work = simulator.work
+    if work.tile_mlp == "auto":
+        work = work.replace(tile_mlp=choose_tiles(simulator, strategy, work.loss))
+    return work, read(simulator.run(strategy, tile_mlp=work.tile_mlp), work, device)
+
+
+def search_longest(model: nn.Module, strategy: Any, work: Workload, device: Device, known: Prediction) -> int:
+    """Return the longest sequence that fits the device; 0 if not even the shortest tried does.
+
+    known: the prediction of this strategy for `work`.
+    """
+    step = 1024 if work.seq_len >= 8192 else 64
+    standing = sum(known.residents[name] for name in ("parameters", "gradients", "optimizer_state"))
+
+    def peak_of(tokens: int) -> int:
+        return predict(model, strategy, work.replace(seq_len=tokens), device).peak_bytes
+
+    peaks = {work.seq_len: known.peak_bytes}
+    return longest(peak_of, device.usable_bytes, step=step, known=peaks, at_zero=standing, check_next=False).seq_len
+
+
+def best(rows: Sequence[Row]) -> Row | None:
+    """The fastest row that fits; of equally fast ones the first. None if nothing fits."""
+    fitting = [row for row in rows if row.fits]
+    return min(fitting, key=lambda row: row.prediction.step_seconds, default=None)
+
+
+def smallest(rows: Sequence[Row]) -> Row | None:
+    """The row with the lowest peak; None if no strategy could be predicted."""
+    known = [row for row in rows if row.prediction is not None]
+    return min(known, key=lambda row: row.prediction.peak_bytes, default=None)
+
+
+def label_of(name: str, fields: Mapping[str, Any]) -> str:
+    """Name a strategy with the fields that are not its defaults."""
+    said = ", ".join(f"{key}={value}" for key, value in fields.items())
+    return f"{name} ({said})" if said else name
+
+
+def words_of(name: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """The overrides that select a strategy."""
+    return (f"+strategy={name}", *(f"strategy.{key}={value}" for key, value in fields.items() if value is not None))
+
+
+def what_holds_most(row: Row) -> str:
+    """Say in one line what keeps the smallest plan from fitting, and what would lower that."""
+    residents = row.prediction.residents
+    states = residents["parameters"] + residents["gradients"] + residents["optimizer_state"]
+    if states > row.prediction.device_bytes:
+        return (
+            f"Parameters, gradients and optimizer state alone take {states / GIB:,.1f} GiB: train an adapter "
+            "(peft=lora recipe=finetune), in dtype=bf16_pure, or on more devices (parallel.shard=N)."
+        )
+    return "Lower seq_len or batch_size, use tile_mlp=auto, or more devices (parallel.shard=N)."
