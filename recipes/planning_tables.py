@@ -24,6 +24,7 @@ _SHORT = {
 
 def show(console: Console, found: dict[str, Any], cfg: Config, folder: Path) -> None:
     """Print what plan.py found, and where it was written."""
+    _widen(console)
     work = found["prediction"].workload
     console.print(
         f"{cfg.model.name}, {work.batch_size} x {work.seq_len:,} tokens x {work.grad_accum}, dtype {work.dtype}, loss "
@@ -44,7 +45,7 @@ def _show_all(console: Console, found: dict[str, Any]) -> None:
     for row in found["rows"]:
         mark = "bold green" if row is found["best"] and row.fits else None if row.fits else "dim"
         table.add_row(*_cells(row, found["positions"]), style=mark)
-    console.print(table, width=_width(console))
+    console.print(table)
     for row in found["rows"]:
         if row.error:
             console.print(f"{row.label}: {row.error}", markup=False)
@@ -114,7 +115,7 @@ def _show_kind(console: Console, kind: LayerKind) -> None:
     table.add_column("why")
     for row in kind.ops:
         table.add_row(*_op_cells(row), style={FREE: "dim", "keep": "green", "offload": "cyan"}.get(row.decision))
-    console.print(table, width=_width(console))
+    console.print(table)
 
 
 def _op_cells(row: OpRow) -> list[str]:
@@ -125,18 +126,20 @@ def _op_cells(row: OpRow) -> list[str]:
 
 def show_diff(console: Console, names: Sequence[str], changes: Sequence[Change]) -> None:
     """Print the changes from one plan to another."""
+    _widen(console)
     if not changes:
         console.print("the two plans do the same", markup=False)
         return
     table = Table("layers", "what", *names, box=None, pad_edge=False, header_style="bold")
     for change in changes:
         table.add_row(spans(change.layers) if change.layers else "all", change.what, change.a, change.b)
-    console.print(table, width=_width(console))
+    console.print(table)
 
 
-def _width(console: Console) -> int | None:
+def _widen(console: Console) -> None:
     """A file takes lines of any length; a terminal its own."""
-    return None if console.is_terminal else 200
+    if not console.is_terminal:
+        console.width = 200
 
 
 def size(num_bytes: int) -> str:
