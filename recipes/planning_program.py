@@ -46,9 +46,14 @@ def main(cfg: Config, words: Sequence[str] | None = None) -> None:
     model = model_without_weights(cfg, config)
     device = target_device(cfg, choose_device(cfg.device))
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    with _progress(console) as say:
-        found = _all(cfg, model, device, say) if cfg.strategy.name == "none" else _one(cfg, model, device, say)
     folder = _folder(cfg)
+    try:
+        with _progress(console) as say:
+            found = _all(cfg, model, device, say) if cfg.strategy.name == "none" else _one(cfg, model, device, say)
+    except BaseException:
+        with contextlib.suppress(OSError):  # not empty: an earlier plan stands there
+            folder.rmdir()
+        raise
     found |= {"device": device.name, "device_bytes": device.usable_bytes, "positions": positions}
     found["command"] = command(found["overrides"], words)
     _write(folder, found)

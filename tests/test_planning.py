@@ -105,7 +105,7 @@ def test_nothing_fits_says_what_would_help(tmp_path, capsys, monkeypatch):
         ({"parallel": {"shard": 8}}, "parallel.shard=8: bytes per rank are not predicted yet"),
         ({"compile": True}, "compile=true is not predicted"),
         ({"model": {**SMALL, "config": {"model_type": "llamma"}}}, "no architecture.*Did you mean 'llama'"),
-        ({"model": {**SMALL, "config": {"model_type": "bert"}}}, "no causal language model"),
+        ({"model": {**SMALL, "config": {"model_type": "vit"}}}, "no causal language model"),
         ({"seq_len": 100_000}, "beyond the 4096 positions"),
         ({"plans_dir": "/proc/plans"}, "cannot make /proc/plans"),
     ],
