@@ -50,11 +50,14 @@ def foresee(cfg: Config, config: PreTrainedConfig, device: torch.device, run: Ru
     if cfg.compile:
         run.console.say("not predicted: compiled layers allocate as their compiler decides")
         return Foreseen(strategy, cfg.tile_mlp)
+    if run.ranks.layout is not None:
+        run.console.say("not predicted: bytes per rank of a sharded or split model are not predicted yet")
+        return Foreseen(strategy, cfg.tile_mlp)
     generators = rng_state()
     try:
         simulator = Simulator(model_without_weights(cfg, config), workload_of(cfg))
         if hasattr(strategy, "plan") and not hasattr(strategy, "policy"):
-            strategy = strategy.plan(simulator.model, simulator.work, progress=run.console.say)
+            strategy = strategy.plan(simulator, simulator.work, progress=run.console.say)
         tiles = cfg.tile_mlp
         if tiles == "auto":
             tiles = choose_tiles(simulator, strategy, cfg.loss)

@@ -18,7 +18,7 @@ from ckpt import hardware
 from ckpt.attention import choose, prepare
 from ckpt.hardware import GIB, Device
 from ckpt.predict import as_device
-from recipes.config import Config
+from recipes.config import Config, parallel_degrees
 from recipes.loop import unwrapped
 from recipes.model import add_adapter, build_model
 from recipes.precision import DTYPES
@@ -42,7 +42,7 @@ def model_without_weights(cfg: Config, config: PreTrainedConfig) -> nn.Module:
 
 def refuse_what_is_not_predicted(cfg: Config) -> None:
     """Raise ValueError for keys whose effect on memory is not predicted: degrees of parallelism, compilation."""
-    for name, degree in dataclasses.asdict(cfg.parallel).items():
+    for name, degree in parallel_degrees(cfg).items():
         if degree > 1:
             raise ValueError(
                 f"parallel.{name}={degree}: bytes per rank are not predicted yet. Leave it out to plan one rank alone."

@@ -77,7 +77,7 @@ def _one(cfg: Config, model: nn.Module, device: Any, say: Say) -> dict[str, Any]
     strategy = strategies.make(chosen.name, **chosen.fields)
     simulator = Simulator(model, workload_of(cfg))
     if hasattr(strategy, "plan") and not hasattr(strategy, "policy"):
-        strategy = strategy.plan(simulator.model, simulator.work, progress=say)
+        strategy = strategy.plan(simulator, simulator.work, progress=say)
     say(f"predicting {label_of(chosen.name, chosen.fields)}")
     work, prediction = predicted(simulator, strategy, device)
     records = {}
