@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from ckpt.plan import LayerPlan, Plan
 from recipes import manifest, rundir
 from recipes.config import from_dict
 from recipes.distributed import Ranks
@@ -229,6 +230,19 @@ def test_a_write_that_fails_keeps_the_old_file_and_leaves_no_other(in_tmp, monke
     with pytest.raises(OSError):
         write_atomically(in_tmp / "a.json", "new")
     assert os.listdir() == ["a.json"] and Path("a.json").read_text() == "old"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_who_may_read_a_runs_files_is_the_umasks_to_say(in_tmp, umask, mode):
+    before = os.umask(umask)
+    try:
+        with open_run(config()) as run:
+            run.log({"step": 1})
+        Plan([LayerPlan()]).save(run.path / "plan.json")
+    finally:
+        os.umask(before)
+    files = {path.name: path.stat().st_mode & 0o777 for path in run.path.iterdir()}
+    assert files == dict.fromkeys(("config.yaml", "manifest.json", "summary.json", "metrics.jsonl", "plan.json"), mode)
 
 
 def test_the_default_name_says_what_runs():
