@@ -41,7 +41,7 @@ def reach(chosen: Model, load: Callable[[str], Any], what: str = "model ") -> An
     name = chosen.name
     if name.startswith(PACKAGE):
         name = _package_folder(name)
-    elif name.startswith(("/", "./", "../", "~")):
+    elif name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:  # an ID of the hub is OWNER/NAME
         name = str(Path(name).expanduser())
         if not Path(name).is_dir():
             raise ValueError(

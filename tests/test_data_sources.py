@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 
 import datasets
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from recipes.data import IGNORE, build_data, files, stdlib
+from recipes.data import IGNORE, build_data, documents, files, stdlib
 from recipes.data.tokens import chat_encoder, encode, text_encoder
 
 TOKENIZER = ByT5Tokenizer()
@@ -97,6 +98,29 @@ def test_a_stream_shuffles_in_blocks_and_reads_each_document_once(tmp_path):
     first, second = read_all(made, 0), read_all(made, 1)
     assert sorted(first) == sorted(second) == [f"document {i:04d}" for i in range(1500)]
     assert first != second and first != sorted(first)
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+def test_a_stream_holds_one_block_however_large_the_data(tmp_path, monkeypatch, kind):
+    """12 MB in documents of 40 KB under blocks of 400 KB, read in batches: 2 MB at most are alive, in every order."""
+    monkeypatch.setattr(documents, "BLOCK_CHARACTERS", 400_000)
+    monkeypatch.setattr(files, "PIECE_BYTES", 40_000)
+    texts = [f"document {number} ".ljust(39_999, "x") + "\n" for number in range(300)]
+    if kind == "txt":
+        (tmp_path / "a.txt").write_text("".join(texts))
+    elif kind == "jsonl":
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    else:
+        pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=10, compression="none")
+    made, seen = build(path=str(tmp_path), streaming=True), set()
+    tracemalloc.start()
+    try:
+        for document, _ in made.documents.read(0, None, False):
+            seen.add(document.split()[1])
+        alive = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(seen) > 280 and alive < 2_000_000
 
 
 def test_the_fingerprint_follows_names_and_contents_but_not_the_folder(tmp_path):

@@ -1,8 +1,8 @@
 """Where documents come from: a reader that yields one epoch from any position, with a fingerprint for the manifest.
 
 `Indexed` knows its documents by number: a new order each epoch, held-out documents chosen by number. `Streamed` goes
-through data once an epoch without an index: shuffled within blocks of `BLOCK` documents, held-out documents chosen by
-what they say. Both answer `read(epoch, position, held_out)` with documents and JSON-able positions.
+through data once an epoch without an index: shuffled within blocks of `BLOCK` documents or `BLOCK_CHARACTERS`, of which
+one is in memory, held-out documents chosen by what they say. Both answer `read(epoch, position, held_out)` with documents and JSON-able positions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 
 from recipes.data.files import Document, Position, Reader
 
-BLOCK = 512  # documents that a stream holds to shuffle them
+BLOCK = 512  # documents that a stream holds to shuffle them,
+BLOCK_CHARACTERS = 64 * 2**20  # or fewer, where they are long: a block ends with the document that reaches this
 
 
 class Documents(Protocol):
@@ -146,7 +147,10 @@ Opener = Callable[[int, Position | None], Iterator[tuple[Document, Position]]]
 
 @dataclass
 class Streamed:
-    """Documents as they come, without an index. A position is [source position of the block, place in the block]."""
+    """Documents as they come, without an index.
+
+    A position is [source position of the block, place in the block, number of the block, documents before it].
+    """
 
     open: Opener
     fingerprint: dict[str, Any]
@@ -157,18 +161,10 @@ class Streamed:
 
     def read(self, epoch: int, position: Position | None, held_out: bool) -> Iterator[tuple[Document, Position]]:
         """Yield documents; resuming reads the block again and goes to its place in it."""
-        start, place, number = position or (None, 0, 0)
+        start, place, number, done = position or (None, 0, 0, 0)
         source = self.open(0 if held_out else epoch, start)
         while True:
-            block, last = [], start
-            while len(block) < BLOCK and (
-                self.max_documents is None or number * BLOCK + len(block) < self.max_documents
-            ):
-                found = next(source, None)
-                if found is None:
-                    break
-                document, last = found
-                block.append(document)
+            block, last = self._block(source, done, start)
             if not block:
                 return
             order = np.arange(len(block))
@@ -176,8 +172,23 @@ class Streamed:
                 order = np.random.default_rng([self.seed, epoch, number]).permutation(len(block))
             for at in range(place, len(block)):
                 if self._held(block[order[at]]) == held_out:
-                    yield block[order[at]], [start, at, number]
-            start, place, number = last, 0, number + 1
+                    yield block[order[at]], [start, at, number, done]
+            start, place, number, done = last, 0, number + 1, done + len(block)
+
+    def _block(
+        self, source: Iterator[tuple[Document, Position]], done: int, start: Position | None
+    ) -> tuple[list[Document], Position | None]:
+        """Read the block that begins at `start`, with `done` documents before it, and the position after it."""
+        block, last, size = [], start, 0
+        limit = BLOCK if self.max_documents is None else min(BLOCK, self.max_documents - done)
+        while len(block) < limit and size < BLOCK_CHARACTERS:
+            found = next(source, None)
+            if found is None:
+                break
+            document, last = found
+            block.append(document)
+            size += len(document) if isinstance(document, str) else len(str(document))
+        return block, last
 
     def _held(self, document: Document) -> bool:
         return zlib.crc32(str(document)[:4096].encode("utf-8", "surrogatepass")) < self.eval_fraction * 2**32
