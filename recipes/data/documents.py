@@ -2,7 +2,8 @@
 
 `Indexed` knows its documents by number: a new order each epoch, held-out documents chosen by number. `Streamed` goes
 through data once an epoch without an index: shuffled within blocks of `BLOCK` documents or `BLOCK_CHARACTERS`, of which
-one is in memory, held-out documents chosen by what they say. Both answer `read(epoch, position, held_out)` with documents and JSON-able positions.
+one is in memory, held-out documents chosen by what they say. Both answer `read(epoch, position, held_out)` with
+documents and JSON-able positions.
 """
 
 from __future__ import annotations
