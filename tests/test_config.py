@@ -72,15 +72,18 @@ def test_recipe_header_gives_use_cost_result_and_command_and_selects_no_strategy
     assert not any("strategy" in str(entry) for entry in yaml.safe_load(text).get("defaults", []))
 
 
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in (CONF / "recipe").glob("*_lora.yaml")))
+@pytest.mark.parametrize(
+    "recipe", sorted(path.stem for path in (CONF / "recipe").glob("*_*.yaml") if not path.stem.endswith("_cpu"))
+)
 def test_recipe_has_a_cpu_twin_of_the_same_kind(recipe):
     big, twin = compose([f"recipe={recipe}"]), compose([f"recipe={recipe}_cpu"])
-    assert (big.recipe, big.dtype, big.loss, big.peft, big.optim) == (
+    assert (big.recipe, big.dtype, big.loss, big.peft, big.optim, big.tile_mlp) == (
         twin.recipe,
         twin.dtype,
         twin.loss,
         twin.peft,
         twin.optim,
+        twin.tile_mlp,
     )
     assert twin.model.name == "small" and twin.seq_len < big.seq_len
 

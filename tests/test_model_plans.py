@@ -23,10 +23,10 @@ def foreseen(name, *words):
 
 
 def test_a_models_shape_is_enough_to_say_what_a_run_of_it_takes(in_tmp, capsys):
-    """Llama 3.2 1B: 1.236 B parameters, tied; fp32 masters and two AdamW moments make 16 bytes each with gradients."""
+    """Llama 3.2 1B: 1.236 B parameters, tied; fp32 masters and two AdamW moments make 12 bytes each."""
     found, run = foreseen("llama3_1b", "+strategy=selective", "dtype=bf16")
     residents = found.prediction.residents
-    assert residents["optimizer_state"] == pytest.approx(8 * 1.2358e9, rel=1e-3)
+    assert residents["optimizer_state"] == pytest.approx(12 * 1.2358e9, rel=1e-3)
     assert run.summary["predicted_peak_bytes"] == found.prediction.peak_bytes == sum(residents.values())
     assert "predicted peak" in capsys.readouterr().out
 
