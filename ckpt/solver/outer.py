@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 # More states than this are thinned: of states that hold about the same, the cheapest stays.
-MAX_STATES = 20_000
+MAX_STATES = 3_000
 
 
 @dataclass(frozen=True)

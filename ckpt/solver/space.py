@@ -29,10 +29,13 @@ from ckpt.solver.price import Price
 # of the model at least one and at most that.
 MEASURED_OP_CALLS = 12_000
 MEASURED_ROUNDS = 6
-# Options of a kind of layer that are measured at least, however large it is.
-FEWEST_OPTIONS = 6
+# Options of a kind of layer: at least, at most. Deep models need few: what one option is too coarse for, a mixture over
+# layers is not.
+FEWEST_OPTIONS, MOST_OPTIONS = 6, 48
+OPTIONS_OF_ALL_LAYERS = 320
 # Budgets at which the outer program is solved: without and with offload, there for each price of a byte moved.
-NUM_BUDGETS = 192
+NUM_BUDGETS = 160
+NUM_BUDGETS_DEEP, DEEP = 64, 16  # from so many layers on
 NUM_BUDGETS_AWAY = 24
 AWAY_PRICES = (0.0, 0.03, 0.1, 0.3)
 
@@ -100,7 +103,10 @@ class Space:
             options = [
                 Option(frozenset(), 0, float(sum(self.price(op, record) for op in record.ops)), sum_flops(record))
             ]
-        most = max(FEWEST_OPTIONS, self._rounds * self.kinds.count(kind))
+        most = min(MOST_OPTIONS, OPTIONS_OF_ALL_LAYERS // self.num_layers, self._rounds * self.kinds.count(kind))
+        if self.setting != Setting():
+            most //= 2  # the second space of two
+        most = max(FEWEST_OPTIONS, most)
         away = []
         if self.room is not None and not record.is_data_dependent:
             away = away_options(options, record, self.price, self.room)
@@ -118,17 +124,19 @@ class Space:
         places: dict[int, list[int]] = {}
         for layer, kind in enumerate(self.kinds):
             places.setdefault(kind, []).append(layer)
-        open_ = {kind: list(range(1, len(options))) for kind, options in enumerate(self.kept)}
         changes = [[(0, 0, 0)] * len(options) for options in self.kept]
-        rounds = max(-(-len(todo) // len(places[kind])) for kind, todo in open_.items())
-        for turn in range(rounds):
-            self._say(f"measuring what each option holds ({turn + 1} of {rounds})")
-            picked = [0] * self.num_layers
-            for kind, layers in places.items():
-                for layer in layers:
-                    if open_[kind]:
-                        picked[layer] = open_[kind].pop(0)
-            self._note(picked, changes)
+        for moves in (False, True):  # what is held beside offloaded tensors is counted, which needs the others' figures
+            wanted = [[k for k, o in enumerate(opts) if k and bool(o.away_bytes) is moves] for opts in self.kept]
+            rounds = max(-(-len(todo) // len(places[kind])) for kind, todo in enumerate(wanted))
+            for turn in range(rounds):
+                what = "sent away" if moves else "held"
+                self._say(f"measuring options with tensors {what} ({turn + 1} of {rounds})")
+                picked = [0] * self.num_layers
+                for kind, layers in places.items():
+                    for layer in layers:
+                        if wanted[kind]:
+                            picked[layer] = wanted[kind].pop(0)
+                self._note(picked, changes)
         full = self._peaks
         return [
             [
@@ -151,10 +159,7 @@ class Space:
             # What is on its way out stands in the forward of the layer behind: there held bytes are counted, not seen.
             # The input of a layer that is replayed is what the layer before leaves behind.
             gone = [input_bytes(r) if o.offload_input else 0 for r, o in zip(self.records, options, strict=True)]
-            held = full.held + np.array([o.held_bytes if o.replay else 0 for o in options]) - np.array(gone)
-            for i, option in enumerate(options):
-                if not option.replay:
-                    held[i] += changes[self.kinds[i]][picked[i]][0]
+            held = full.held + np.array([o.held_bytes for o in options]) - np.array(gone)
         seen = LayerPeaks.of(self.run(self.plan(options)), held)
         for i, k in enumerate(picked):
             if k:
@@ -184,7 +189,8 @@ class Space:
         """Solve the outer program at a row of budgets, and yield uniform plans beside."""
         self._say("solving for the layers")
         bounds = (self.smallest_budget(None), self.none.peak_bytes)
-        for budget in np.linspace(*bounds, NUM_BUDGETS).astype(np.int64):
+        number = NUM_BUDGETS if self.num_layers < DEEP else NUM_BUDGETS_DEEP
+        for budget in np.linspace(*bounds, number).astype(np.int64):
             yield from self._solved(int(budget), None)
         if self.room is not None:
             dearest = sum(c[0].cost for c in self._choices) / max(1, sum(map(input_bytes, self.records)))
@@ -232,16 +238,21 @@ class Space:
         return Choice(choice.held, choice.forward, choice.backward, choice.cost + away_price * option.away_bytes)
 
     def gathered(self, plan: list[int], budget: int) -> list[int]:
-        """Put equal options side by side, those that hold least in front, where that still fits: such a plan is easier
-        to read, and its dry run runs equal layers once."""
-        sorted_ = list(plan)
-        for kind in range(len(self.kept)):
-            layers = [i for i, k in enumerate(self.kinds) if k == kind]
-            free = [i for i in layers if not (i == self.num_layers - 1 and self.room is not None)]
-            order = sorted((plan[i] for i in free), key=lambda k: (self._choices[layers[0]][k].held, k))
-            for i, k in zip(free, order, strict=True):
-                sorted_[i] = k
-        return sorted_ if self.estimate(sorted_) <= max(budget, self.estimate(plan)) else plan
+        """Put equal options side by side where that still fits, those that hold least in front, else those that need
+        most: such a plan is easier to read, and its dry run runs equal layers once."""
+        limit = max(budget, self.estimate(plan))
+        for order in (lambda c: (c.held, -c.backward), lambda c: (-c.backward, c.held)):
+            gathered = list(plan)
+            for kind in range(len(self.kept)):
+                layers = [i for i, k in enumerate(self.kinds) if k == kind]
+                free = [i for i in layers if not (i == self.num_layers - 1 and self.room is not None)]
+                known = self._choices[layers[0]]
+                ordered = sorted((plan[i] for i in free), key=lambda k: (*order(known[k]), k))
+                for i, k in zip(free, ordered, strict=True):
+                    gathered[i] = k
+            if self.estimate(gathered) <= limit:
+                return gathered
+        return plan
 
     def _by_hand(self) -> Iterator[list[int]]:
         """Uniform plans, and those that leave every n-th layer to be replayed."""
