@@ -1,0 +1,203 @@
+"""What `auto` promises of its plans: optimal under its own model, exact, within every budget, offload included."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+import zoo
+from engine_kit import Layer, Stack
+from test_solver import NUM_TOKENS, WORK, llama_config
+from transformers import LlamaForCausalLM
+
+import ckpt
+from ckpt.auto import GIB, Auto
+from ckpt.engine.program import build_program
+from ckpt.ledger import measure
+from ckpt.plan import Decision, LayerPlan, Plan
+from ckpt.simulate import Simulator
+from ckpt.solver.inner import inner_frontier
+from ckpt.solver.outer import solve
+from ckpt.solver.price import FlopsPrice
+from ckpt.solver.space import Setting, Space
+
+ARCHITECTURES = ["llama", "qwen3", "mixtral", "qwen3_next", "gemma2"]
+
+
+class Three(Layer):
+    """Three matmuls whose results are read more than once."""
+
+    def __init__(self):
+        super().__init__()
+        self.c = torch.nn.Linear(8, 32, bias=False)
+
+    def forward(self, x):
+        wide = self.c(x)
+        return x + self.b(self.a(x).sin() * wide[..., :8]) * wide.exp()[..., :8]
+
+
+def record_of(model: torch.nn.Module, *inputs: torch.Tensor):
+    """Record the first layer of a stack."""
+    handle = ckpt.apply(model, "full")
+    model(*inputs).sum().backward()
+    record = handle.regions[0].latest.record
+    handle.undo()
+    return record
+
+
+def test_the_inner_frontier_equals_exhaustive_search_on_a_small_layer():
+    record = record_of(Stack(Three(), Three()).train(), torch.randn(2, 4, 8, requires_grad=True))
+    price = FlopsPrice()
+    keepable = [op.index for op in record.ops if op.makes]
+    best: dict[int, int] = {}
+    for size in range(len(keepable) + 1):
+        for keep in itertools.combinations(keepable, size):
+            program = build_program(record, dict.fromkeys(keep, Decision.KEEP))
+            best[program.kept_bytes] = min(best.get(program.kept_bytes, 10**18), program.replay_flops)
+    frontier = inner_frontier(record, price)
+    assert len(best) > 3
+    for held, flops in best.items():
+        assert min(o.flops for o in frontier if o.held_bytes <= held) <= flops
+
+
+def test_plans_equal_exhaustive_search_over_all_options_of_three_layers():
+    space = Space(Simulator(llama_config(3), WORK, reduce=False), Setting(), FlopsPrice())
+    space.prepare()
+    space.options = [options[:: max(1, len(options) // 5)] for options in space.options]
+    choices = [c[:: max(1, len(c) // 5)] for c in space._choices]
+    every = list(itertools.product(*(range(len(c)) for c in choices)))
+
+    def peak(plan):
+        space._choices = choices
+        return space.estimate(plan)
+
+    peaks = {plan: peak(plan) for plan in every}
+    costs = {plan: sum(c[k].cost for c, k in zip(choices, plan, strict=True)) for plan in every}
+    low, high = min(peaks.values()), max(peaks.values())
+    for k in range(6):
+        budget = low + (high - low) * k // 5
+        found = solve(choices, space._peaks.loss, budget)
+        assert peaks[tuple(found)] <= budget
+        assert costs[tuple(found)] == pytest.approx(min(costs[p] for p in every if peaks[p] <= budget), rel=1e-12)
+
+
+def random_plan(handle_plan: Plan, records, generator: random.Random) -> Plan:
+    """Treat each layer in one of all ways: not replayed, or replayed with any of its ops kept or sent to disk."""
+    layers = []
+    for record in records:
+        if generator.random() < 0.2:
+            layers.append(LayerPlan(replay=False))
+            continue
+        ops = [op for op in record.ops if op.makes]
+        chosen = generator.sample(ops, generator.randint(0, len(ops)))
+        ways = [Decision.KEEP, Decision.OFFLOAD] if generator.random() < 0.3 else [Decision.KEEP]
+        layers.append(
+            LayerPlan(
+                decisions={op.key: generator.choice(ways) for op in chosen}, offload_input=generator.random() < 0.3
+            )
+        )
+    return Plan(layers, offload={"target": "disk", "directory": None})
+
+
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ARCHITECTURES[1:])])
+def test_twenty_random_plans_leave_every_gradient_bitwise(name):
+    model = zoo.build(name, layers=3 if name != "qwen3_next" else 4).train()
+    inputs = zoo.batch(model, 12)
+
+    def gradients():
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        loss = model(**inputs).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    expected = gradients()
+    handle = ckpt.apply(model, "full")
+    gradients()
+    records, plan = [region.latest.record for region in handle.regions], handle.plan()
+    handle.undo()
+    generator = random.Random(0)
+    replays = 0
+    for _ in range(20):
+        handle = ckpt.apply(model, random_plan(plan, records, generator))
+        for _ in range(2):  # a recorded and a steady step
+            values = gradients()
+            assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+        replays += sum(row.replays for row in handle.audit().layers)
+        handle.undo()
+    assert replays > 20
+
+
+def step_of(model, plan) -> tuple[int, int, list[torch.Tensor]]:
+    """Return the higher peak of two steps, the most bytes off the device, loss and gradients."""
+    ids = torch.arange(NUM_TOKENS)[None] % 64
+    labels, peaks = ids.clone(), []
+    handle = ckpt.apply(model, plan)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with measure(model, inputs=(ids, labels)) as ledger:
+            loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            loss.backward()
+        peaks.append(ledger.peak_bytes)
+    away = 0 if handle.store is None else handle.store.peak_bytes
+    handle.undo()
+    return max(peaks), away, [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.slow
+def test_offload_stays_within_device_and_disk_and_seconds_never_rise():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama_config(4)).train()
+    _, _, expected = step_of(model, "none")
+    disk_gib = 2**-10  # 1 MiB
+    auto = Auto(budget_gib=1, disk_budget_gib=disk_gib, bitwise=True, hardware="cpu")
+    frontier = auto.frontier(llama_config(4), WORK)
+    smallest, largest = frontier.peak_of(frontier.smallest()), frontier.none.peak_bytes
+    assert smallest < frontier.full.peak_bytes
+    seconds, moved = [], []
+    for k in range(4):
+        budget = smallest + (largest - smallest) * k // 3
+        planned = Auto(budget_gib=budget / GIB, disk_budget_gib=disk_gib, bitwise=True, hardware="cpu")
+        plan = planned.plan_from(frontier, WORK)
+        peak, away, values = step_of(model, Plan.from_dict(plan.to_dict()))
+        assert peak <= budget
+        assert away <= disk_gib * GIB
+        assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+        seconds.append(plan.source["recompute_cost"])
+        moved.append(away)
+    assert seconds == sorted(seconds, reverse=True)
+    assert moved[0] > 0
+    assert moved[-1] == 0  # all fits: offload is declined
+
+
+@pytest.mark.slow
+def test_a_tight_budget_tiles_the_mlp_and_the_plan_brings_its_tiles():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama_config(3)).train()
+    _, _, expected = step_of(model, "none")
+    auto = Auto(budget_gib=1, objective="flops")
+    frontier = auto.frontier(llama_config(3), WORK)
+    smallest = frontier.smallest()
+    peak, _, values = step_of(model, Plan.from_dict(smallest.plan.to_dict()))
+    assert smallest.plan.tile_mlp > 1
+    assert peak <= smallest.peak_bytes < frontier.full.peak_bytes
+    for a, b in zip(values, expected, strict=True):
+        assert (a - b).norm() <= 1e-6 * b.norm()
+
+
+def test_planning_tells_its_progress_and_what_binds():
+    said: list[str] = []
+    config = llama_config(2)
+    full = Simulator(config, WORK).run("full").peak_bytes
+    plan = Auto(budget_gib=1.2 * full / GIB, objective="flops", bitwise=True).plan(config, WORK, progress=said.append)
+    assert any("checking a plan" in line for line in said)
+    assert plan.source["binds"] == "memory"
+    assert plan.source["predicted_peak_bytes"] <= 1.2 * full < plan.source["next_budget_bytes"]
+
+
+@pytest.mark.parametrize("settings", [{"host_budget_gib": -1}, {"disk_budget_gib": float("inf")}, {"bitwise": 1}])
+def test_offload_budgets_and_bitwise_are_checked(settings):
+    with pytest.raises(ValueError, match=f"auto: {next(iter(settings))}="):
+        Auto(budget_gib=1, **settings)
