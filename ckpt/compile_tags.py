@@ -30,8 +30,8 @@ from ckpt.flops import op_flops
 from ckpt.plan import Decision, Policy
 
 NOT_COMPILED = (
-    "a layer that was to be compiled runs eagerly: torch.compile could not capture it in one graph (TORCH_LOGS="
-    "graph_breaks says where), or compilation is switched off. Use compile=False, or strategy none."
+    "a layer that was to be compiled runs eagerly: torch.compile could not capture it in one graph, compiled it too "
+    "often (TORCH_LOGS=graph_breaks,recompiles says where), or is switched off. Use compile=False, or strategy none."
 )
 
 

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known[row.key] = row
         coverage_rows.append(options.csv, row)
     coverage_rows.write(options.csv, known.values(), list(CHECKS))
-    options.table.write_text(markdown(list(known.values())))
+    options.table.write_text(markdown(list(known.values()), len(zoo.names())))
     bad = [row for row in known.values() if not row.good]
     print(f"{len(known)} rows, {len(bad)} neither exact nor refused; see {options.table}")
     return 1 if bad else 0

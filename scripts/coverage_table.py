@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from coverage_rows import Row
 
 MARKS = {"exact": "=", "close": "~", "refused": "refused"}
+ALL = "Each of the {} architectures of the causal-LM mapping"
+PARTIAL = "**{} of {} architectures have been run so far** (`make coverage ARGS=--resume` runs the rest). Each of them"
 NO_PEAK = "no predicted peak: "
 INTRO = """# Every causal LM of Transformers, under every strategy
 
@@ -17,7 +19,7 @@ INTRO = """# Every causal LM of Transformers, under every strategy
 (`scripts/coverage.py`); all figures are in [coverage.csv](coverage.csv). All rows together took {cpu_minutes:.0f}
 minutes of CPU time in processes of one thread: {per_core:.0f} minutes on two idle cores.
 
-Each of the {architectures} architectures of the causal-LM mapping is built tiny with random weights and takes three
+{which} is built tiny with random weights and takes three
 training steps in fp32 on the CPU (other tokens on the second, another length on the third), plain and under each
 strategy, once with dropout 0.1 and routing noise, once without, since attention takes another kernel then.
 
@@ -30,8 +32,11 @@ strategy, once with dropout 0.1 and routing noise, once without, since attention
 """
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """Return the page. Counts are of architectures: one counts as exact only if it is so with and without dropout."""
+def markdown(rows: Sequence[Row], total: int) -> str:
+    """Return the page. total: how many architectures there are; those without a row have not been run yet.
+
+    Counts are of architectures: one counts as exact only if it is so with and without dropout.
+    """
     strategies = list(dict.fromkeys(row.strategy for row in rows))
     table: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -47,7 +52,7 @@ def markdown(rows: Sequence[Row]) -> str:
             machine=f"{platform.machine()}, {os.cpu_count()} cores",
             cpu_minutes=cpu_minutes,
             per_core=cpu_minutes / 2,
-            architectures=len(table),
+            which=ALL.format(total) if len(table) == total else PARTIAL.format(len(table), total),
         ),
         "## Summary\n",
         _summary(table, strategies),

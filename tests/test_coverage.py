@@ -41,7 +41,7 @@ def test_rows_of_other_versions_are_run_again():
 
 
 def test_the_page_counts_the_worse_of_an_architectures_rows():
-    page = markdown(rows_of("llama") + rows_of("gpt2", statuses=("exact", "differs")))
+    page = markdown(rows_of("llama") + rows_of("gpt2", statuses=("exact", "differs")), 2)
     assert "| strategy | exact | differs |" in page
     assert "| `full` | 1 | 1 |" in page
     assert "| gpt2 | no | **differs** |" in page
@@ -51,10 +51,15 @@ def test_the_page_lists_peaks_beyond_one_percent_and_missing_ones():
     rows = rows_of("llama", peak_bytes=1000, predicted_peak_bytes=1000)
     rows += rows_of("dbrx", peak_bytes=1000, predicted_peak_bytes=980)
     rows += rows_of("blt", note="no predicted peak: it asks for values")
-    page = markdown(rows)
+    page = markdown(rows, 3)
     assert "1 of 3 architectures are predicted within 1%" in page
     assert "| dbrx | full -2.00% |" in page
     assert "| blt | none: it asks for values |" in page
+
+
+def test_a_page_of_some_architectures_says_so():
+    assert "**1 of 2 architectures have been run so far**" in markdown(rows_of("llama"), 2)
+    assert "Each of the 1 architectures" in markdown(rows_of("llama"), 1)
 
 
 def test_unknown_names_are_refused(capsys):
