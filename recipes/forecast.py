@@ -17,8 +17,10 @@ from transformers import PreTrainedConfig
 
 from ckpt import strategies
 from ckpt.choose_tiles import choose_tiles
+from ckpt.engine.media import check_room
 from ckpt.fake import Unpredictable
 from ckpt.hardware import Device, at_hand
+from ckpt.patching import resolve
 from ckpt.predict import Prediction, read
 from ckpt.simulate import Simulator
 from recipes.config import Config
@@ -44,7 +46,7 @@ def foresee(cfg: Config, config: PreTrainedConfig, device: torch.device, run: Ru
     """Predict the run that `cfg` describes, for the device it runs on and, if it is another, for `hardware`.
 
     Raises RunStopped with status `predicted_oom` if it would not fit and `on_predicted_oom=error`; ValueError for a
-    strategy that does not fit the model.
+    strategy that does not fit the model, and where there is no room for what it would offload.
     """
     strategy = strategies.make(cfg.strategy.name, **cfg.strategy.fields)
     if cfg.compile:
@@ -74,6 +76,9 @@ def foresee(cfg: Config, config: PreTrainedConfig, device: torch.device, run: Ru
     work = simulator.work.replace(tile_mlp=tiles)
     here = at_hand(device)
     prediction = read(ran, work, here)
+    where = getattr(resolve(strategy), "offload", None)
+    if where is not None:
+        check_room(where["target"], where.get("directory"), prediction.host_bytes)
     run.update(predicted_peak_bytes=prediction.peak_bytes)
     run.describe(prediction=prediction.to_dict())
     target = target_device(cfg, device)

@@ -54,8 +54,11 @@ def draw_memory(
     axes = figure.add_subplot()
     _draw_stack(axes, timeline.thin(MAX_POINTS), unit, size)
     _draw_phases(axes, timeline)
+    _draw_away(axes, source, timeline.thin(MAX_POINTS), unit, size)
     _draw_lines(axes, timeline, measured, predicted_peak_bytes, unit, size)
-    axes.set_ylim(0, 1.16 * max(measured, predicted_peak_bytes or 0, 1) / size)
+    away = getattr(source, "full_host", None)
+    top = max(measured, predicted_peak_bytes or 0, 1, 0 if away is None else int(away.max()))
+    axes.set_ylim(0, 1.16 * top / size)
     axes.set_xlim(timeline.event[0], max(timeline.event[-1], timeline.event[0] + 1))
     axes.set_ylabel(f"live memory ({unit})", color=_INK)
     axes.set_xlabel("time, in allocations and frees since the step began", color=_INK)
@@ -98,6 +101,18 @@ def _draw_stack(axes: Axes, timeline: Timeline, unit: str, size: int) -> None:
         handlelength=1.2,
         handleheight=1.6,
     )
+
+
+def _draw_away(axes: Axes, source: Any, timeline: Timeline, unit: str, size: int) -> None:
+    """Draw what lies off the device as a line, for it is no part of the stack."""
+    away = getattr(source, "full_host", None)
+    if away is None or not away.max():
+        return
+    where = "disk" if getattr(source, "disk_bytes", 0) else "host"
+    label = f"on the {where}, at most {int(away.max()) / size:,.1f} {unit}"
+    line = away[timeline.event] / size
+    axes.plot(timeline.event, line, color=_INK, linewidth=1.2, linestyle=":")
+    axes.annotate(label, (timeline.event[line.argmax()], line.max()), color=_INK, fontsize=9, va="bottom")
 
 
 def _draw_phases(axes: Axes, timeline: Timeline) -> None:

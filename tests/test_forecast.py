@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_loop_recipes import losses, run_program, text  # noqa: F401
 
+from ckpt.engine import media
 from ckpt.fake import Unpredictable
 from ckpt.hardware import DEVICES
 from recipes import forecast, pretrain
@@ -129,3 +131,11 @@ def test_generators_are_where_they_were(tmp_path, text, monkeypatch):  # noqa: F
     monkeypatch.setattr(pretrain, "foresee", watched)
     run_program(tmp_path, text, steps=1)
     assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("target", ["host", "disk"])
+def test_a_run_without_room_for_what_it_offloads_is_refused_before_its_first_step(tmp_path, text, monkeypatch, target):  # noqa: F811
+    monkeypatch.setattr(media, "available_memory", lambda: 1000)
+    monkeypatch.setattr(media.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match=r"offload: \d\.\d\d GiB do not fit .* where 0.00 GiB are free"):
+        run_program(tmp_path, text, strategy={"name": "offload", "target": target})

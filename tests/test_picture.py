@@ -1,5 +1,7 @@
 """memory.png shows what the timeline holds: the stack, the phases, the peak and the predicted line."""
 
+from types import SimpleNamespace
+
 import matplotlib.figure
 import numpy as np
 import pytest
@@ -94,6 +96,15 @@ def test_a_ledger_is_drawn_as_it_was_measured(drawn):
         colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
     wanted = {tuple(int(code[i : i + 2], 16) for i in (1, 3, 5)) for code in STACK.values()}
     assert wanted - {tuple(int(STACK["workspace"][i : i + 2], 16) for i in (1, 3, 5))} <= colours
+
+
+def test_what_lies_off_the_device_is_a_line_and_no_part_of_the_stack(drawn):
+    source = SimpleNamespace(timeline=STEP, full_host=np.array([0, 40, 40, 0]) * MIB, disk_bytes=40 * MIB)
+    axes = drawn(source).axes[0]
+    assert "on the disk, at most 40.0 MiB" in texts(axes) and axes.get_ylim()[1] > 40
+    assert any(list(line.get_ydata()) == [0, 40, 40, 0] for line in axes.lines)
+    assert len(axes.collections) == len(STACK)
+    assert not any("disk" in text for text in texts(drawn(STEP).axes[0]))
 
 
 def test_units_follow_the_size():
