@@ -51,6 +51,15 @@ def test_16_offload_is_bitwise(small_parts, name, what, target):
     exactness.compare(model, plain, lambda m: ckpt.apply(m, strategy)).raise_if_wrong()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in zoo.names() if name not in {*zoo.KNOWN_UNBUILDABLE, "reformer"}])
+def test_16_halves_are_bitwise_in_every_family(small_parts, name):
+    """About three seconds each on an idle core."""
+    model = zoo.build(name)
+    plain = exactness.baseline(model, [zoo.batch(model, n, seed=n) for n in (16, 13)])
+    exactness.compare(model, plain, lambda m: ckpt.apply(m, ckpt.Offload())).raise_if_wrong()
+
+
 class Views(Layer):
     """Saves views, slices and transposes of shared storages, of several dtypes."""
 
