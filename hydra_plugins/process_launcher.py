@@ -38,5 +38,6 @@ class ProcessLauncher(Launcher):
         for overrides in job_overrides:
             node = self._loader.load_sweep_config(self._config, list(overrides))
             configs.append(cli.to_config(cli.without_hydra(node)))
-        sweep.run(configs, job_overrides, command=[sys.executable, sys.argv[0]], first=initial_job_idx)
+        command = [sys.executable, *sweep.by_torchrun(configs[0].sweep.ranks), sys.argv[0]]
+        sweep.run(configs, job_overrides, command=command, first=initial_job_idx)
         return [JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED) for overrides in job_overrides]

@@ -136,6 +136,7 @@ class Sweep:
 
     name: str | None = key(None, "folder of a sweep under runs_dir; null: from its start time")
     resume: bool = key(False, "skip the jobs of the named sweep that already ended ok")
+    ranks: int = key(1, "ranks that each job is started with, on this machine by torchrun", at_least=1)
     job_memory_gib: float | None = key(None, "memory that a job may allocate; more is an oom", above=0)
     job_timeout_minutes: float | None = key(None, "a job that takes longer is stopped: timeout", above=0)
 

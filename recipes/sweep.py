@@ -65,6 +65,13 @@ def run(configs: Sequence[Config], jobs: Sequence[Sequence[str]], command: Seque
     return asked
 
 
+def by_torchrun(ranks: int) -> list[str]:
+    """Return what stands between the interpreter and the program, so that a job runs on several ranks."""
+    if ranks == 1:
+        return []
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
 def job_names(jobs: Sequence[Sequence[str]], first: int = 0) -> list[str]:
     """Name each job by what differs between the jobs, such as `01-full-seq_len=512`."""
     columns = list(zip(*jobs, strict=True))

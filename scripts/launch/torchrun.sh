@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# One node, all its devices: one rank a GPU, or NPROC ranks.
+#
+#   scripts/launch/torchrun.sh +strategy=selective model=llama3_8b seq_len=65536 dtype=bf16 parallel.shard=-1
+#   NPROC=2 scripts/launch/torchrun.sh device=cpu model.init=random steps=10      # two CPU ranks
+#
+# If a rank fails, torchrun ends the others within half a minute; the failing rank's traceback stands first. Ctrl-C and
+# SIGTERM reach every rank: the step is finished, its train state saved, and the run can go on with resume=runs/NAME.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+
+if [[ -z ${NPROC:-} ]]; then
+    NPROC=$("$python" -c 'import torch; print(torch.cuda.device_count() or 1)')
+fi
+# Two ranks on one machine share its cores. torchrun would set 1 and say so in four lines.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" "$root/train.py" "$@"
