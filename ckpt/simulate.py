@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,6 +43,9 @@ from ckpt.reduce import Chosen, choose_layers, policy_keys, structure_keys
 from ckpt.timeline import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from ckpt.trace import Trace
 from ckpt.workload import Workload
+
+if TYPE_CHECKING:
+    from ckpt.parallel.simulated import FakeRanks
 
 _ONE = Always(1.0)
 
@@ -103,15 +106,17 @@ class Simulator:
         self.work = work
         self.mode = FakeMode()
         self.model = fake_copy(model, self.mode)
+        self._ranks: FakeRanks | None = None
         self._as_it_is: Applied | None = applied_to(self.model)
         if work.packing == "isolate" and not _is_packed(self.model):
             attention.prepare(self.model, "isolate")
+        if work.num_ranks > 1:
+            from ckpt.parallel.simulated import FakeRanks
+
+            self._ranks = FakeRanks(work.mesh)  # outside the fake mode: meshes are made of real tensors
         with self.mode:
-            # Without an optimizer nothing reads master weights, so there are none.
-            self.precision = prepare(
-                self.model, "bf16_pure" if work.dtype == "bf16" and not work.optimizer else work.dtype
-            )
             self._batches = [_fake_batch(work, inputs) for _ in range(work.grad_accum)]
+            self.precision = self._spread()
         self.layers = find_layers(self.model)
         self._holder = _holder_of(self.model, [layer.module for layer in self.layers])
         config = getattr(unwrapped(self.model), "config", None)
@@ -120,6 +125,24 @@ class Simulator:
         self._marks = LayerMarks(self.layers)
         said = layer_types(config.get_text_config(decoder=True)) if config is not None else []
         self.layer_kinds = tuple(said if len(said) == len(self.layers) else (layer.kind for layer in self.layers))
+
+    def _spread(self) -> Precision:
+        """Cast the model and, for a mesh, spread it over the ranks, of which this is one."""
+        work = self.work
+        if self._ranks is None:
+            # Without an optimizer nothing reads master weights, so there are none.
+            return prepare(self.model, "bf16_pure" if work.dtype == "bf16" and not work.optimizer else work.dtype)
+        from ckpt.parallel.simulated import spread
+        from ckpt.parallel.ulysses import shard_sequence
+
+        layout = self._ranks.layout
+        self._batches = [shard_sequence(batch, layout) for batch in self._batches]
+        return spread(self.model, layout, work)
+
+    def close(self) -> None:
+        """Take down the simulated ranks of a workload with a mesh; the simulator cannot be used afterwards."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     def run(self, strategy: Any, *, loss: str | None = None, tile_mlp: int | str | None = None) -> Simulated:
         """Make two optimizer steps under a strategy (anything that `ckpt.apply` takes), or None: the model as it is.
@@ -268,7 +291,9 @@ class _Reduced:
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    """Bytes on this rank: of a sharded tensor its part."""
+    local = (getattr(t, "_local_tensor", t) for t in tensors)
+    return sum(t.numel() * t.element_size() for t in local)
 
 
 def _holder_of(model: nn.Module, layers: list[nn.Module]) -> nn.ModuleList | None:

@@ -8,6 +8,7 @@ Owns the names and their meaning; `predict`, `Auto` and the programs read it. Kn
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,11 @@ class Workload:
             _one_of("mesh", name, DEGREES)
             if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
                 raise ValueError(f"workload: mesh degree {name}={degree!r} must be a whole number, 1 or more")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the mesh; 1 without one."""
+        return math.prod((self.mesh or {}).values())
 
     @property
     def num_tokens(self) -> int:
