@@ -136,7 +136,11 @@ def predict(
         simulator = model
     else:
         simulator = Simulator(model, work or Workload(), inputs=inputs)
-    return read(simulator.run(strategy), simulator.work, device, workspaces=workspaces)
+    try:
+        return read(simulator.run(strategy), simulator.work, device, workspaces=workspaces)
+    finally:
+        if simulator is not model:
+            simulator.close()
 
 
 def as_device(hardware: str | Device, dtype: str | None = None) -> Device:

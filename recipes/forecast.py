@@ -25,6 +25,7 @@ from ckpt.predict import Prediction, read
 from ckpt.simulate import Simulator
 from recipes.config import Config
 from recipes.console import mib
+from recipes.distributed_forecast import foresee_over_ranks
 from recipes.errors import RunStopped, is_mistake, one_line
 from recipes.planning import model_without_weights, target_device
 from recipes.rng import rng_state, set_rng_state
@@ -48,14 +49,13 @@ def foresee(cfg: Config, config: PreTrainedConfig, device: torch.device, run: Ru
     Raises RunStopped with status `predicted_oom` if it would not fit and `on_predicted_oom=error`; ValueError for a
     strategy that does not fit the model, and where there is no room for what it would offload.
     """
+    if run.ranks.layout is not None:
+        return foresee_over_ranks(cfg, run)
     strategy = strategies.make(cfg.strategy.name, **cfg.strategy.fields)
     if cfg.compile:
         run.console.say("not predicted: compiled layers allocate as their compiler decides")
         return Foreseen(strategy, cfg.tile_mlp)
-    if run.ranks.layout is not None:
-        run.console.say("not predicted: bytes per rank of a sharded or split model are not predicted yet")
-        return Foreseen(strategy, cfg.tile_mlp)
-    generators = rng_state()
+    generators, simulator = rng_state(), None
     try:
         simulator = Simulator(model_without_weights(cfg, config), workload_of(cfg))
         if hasattr(strategy, "plan") and not hasattr(strategy, "policy"):
@@ -73,6 +73,8 @@ def foresee(cfg: Config, config: PreTrainedConfig, device: torch.device, run: Ru
         return Foreseen(strategy, cfg.tile_mlp)
     finally:
         set_rng_state(generators)
+        if simulator is not None:
+            simulator.close()
     work = simulator.work.replace(tile_mlp=tiles)
     here = at_hand(device)
     prediction = read(ran, work, here)

@@ -6,7 +6,7 @@ work = workload_of(cfg)
 from __future__ import annotations
 
 from ckpt.workload import Workload
-from recipes.config import Config
+from recipes.config import Config, parallel_degrees
 
 
 def workload_of(cfg: Config) -> Workload:
@@ -20,4 +20,11 @@ def workload_of(cfg: Config) -> Workload:
         loss=cfg.loss,
         tile_mlp=cfg.tile_mlp,
         packing=cfg.data.packing,
+        mesh=mesh_of(cfg),
     )
+
+
+def mesh_of(cfg: Config) -> dict[str, int] | None:
+    """Return the degrees of the mesh where they are given; None for one rank, and for "as many as are started"."""
+    degrees = {name: degree for name, degree in parallel_degrees(cfg).items() if degree > 1}
+    return degrees or None

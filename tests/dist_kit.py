@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 PRELOAD = ["torch", "transformers", "torch.distributed.fsdp", "torch.distributed.tensor", "ckpt", "dist_kit"]
-COLLECTIVE_TIMEOUT = 40  # seconds that a rank waits for the others
+COLLECTIVE_TIMEOUT = 120  # seconds that a rank waits for the others
 
 
 class RankFailed(AssertionError):
