@@ -32,7 +32,7 @@ from ckpt.attention.families import layer_types
 from ckpt.audit import Audit
 from ckpt.choose_tiles import choose_tiles
 from ckpt.engine.program import Program
-from ckpt.fake import Always, FakeMode, Unpredictable, fake_copy, naming_refusals, real_path
+from ckpt.fake import Always, FakeMode, fake_copy, naming_refusals, real_path
 from ckpt.fake_step import LayerMarks, traced_step
 from ckpt.layers import find_layers, unwrapped
 from ckpt.optimizers import make_optimizer
@@ -101,8 +101,6 @@ class Simulator:
         inputs: Mapping[str, Any] | None = None,
         reduce: bool = True,
     ):
-        if any(degree > 1 for degree in (work.mesh or {}).values()):
-            raise Unpredictable(f"workload: bytes per rank of mesh={dict(work.mesh)} are not predicted yet")
         self.work = work
         self.mode = FakeMode()
         self.model = fake_copy(model, self.mode)
