@@ -102,6 +102,8 @@ def _rank_main(function, rank: int, num_ranks: int, args: tuple, folder: str, pi
             dist.barrier()
             dist.destroy_process_group()
         pipe.send((True, value))
+        if dist.is_initialized():  # left behind after a failure that the function expected; taking it down could wait
+            os._exit(0)
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         pipe.close()
