@@ -42,7 +42,7 @@ def main(cfg: Config, run: RunDir) -> None:
     foreseen = foresee(cfg, config, device, run)
 
     seed_everything(cfg.seed)
-    model = add_adapter(build_model(cfg.model, config, device if run.ranks.layout is None else "cpu"), cfg.peft)
+    model = add_adapter(build_model(cfg.model, config, run.ranks.build_device(device)), cfg.peft)
     run.console.say(describe(model, cfg.model))
     split_tensors(model, run)
     precision = set_precision(cfg, model, run)

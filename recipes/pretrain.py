@@ -44,7 +44,7 @@ def main(cfg: Config, run: RunDir) -> None:
     foreseen = foresee(cfg, config, device, run)
 
     seed_everything(cfg.seed)
-    model = build_model(cfg.model, config, device if run.ranks.layout is None else "cpu")
+    model = build_model(cfg.model, config, run.ranks.build_device(device))
     run.console.say(describe(model, cfg.model))
     split_tensors(model, run)
     precision = set_precision(cfg, model, run)
