@@ -76,7 +76,11 @@ class _Noted:
     loss: Any = None
 
     def audit(self) -> ckpt.Audit:
-        return self.applied.audit()
+        """Count a layer that is all tiled MLP as run again if that was: its replay has nothing left to do."""
+        audit, chains = self.applied.audit(), self.applied.chains
+        again = {index for index, chain in chains.items() if chain.num_passes >= 2}
+        layers = [dataclasses.replace(x, replays=x.calls) if x.index in again else x for x in audit.layers]
+        return dataclasses.replace(audit, layers=tuple(layers))
 
     def undo(self) -> None:
         if self.loss is not None:
