@@ -8,9 +8,9 @@ for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -122,6 +122,7 @@ class Auto:
             "predicted_seconds": self.seconds_of(best) if self.objective == "seconds" else None,
             "recompute_flops": best.flops,
             "recompute_cost": best.cost,
+            "stall_cost": best.stall,
             "binds": binds(frontier, best, budget),
             "next_budget_bytes": None if following is None else following.estimate,
             "workload": work.to_dict(),
@@ -163,6 +164,16 @@ class Auto:
         if self.budget_fraction is not None:
             raise ValueError("auto: budget_fraction needs a device: set strategy.hardware, or give strategy.budget_gib")
         return find("h100")  # only ratios of its figures decide
+
+
+def told(source: Mapping[str, Any]) -> str:
+    """Say in one line, of a plan's source, what binds it and which budget would change it; "" for other plans."""
+    if source.get("strategy") != "auto" or "binds" not in source:
+        return ""
+    budget, peak = (f"{source[name] / GIB:.4g} GiB" for name in ("budget_bytes", "predicted_peak_bytes"))
+    following = source["next_budget_bytes"]
+    change = "no larger budget changes it" if following is None else f"the next plan needs {following / GIB:.4g} GiB"
+    return f"plan within {budget}: peak {peak}; {source['binds']} binds; {change}"
 
 
 def binds(frontier: Frontier, best: Candidate, budget_bytes: int) -> str:

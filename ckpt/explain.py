@@ -126,7 +126,8 @@ def plan_of(ran: Ran, source: dict[str, Any] | None = None) -> Plan:
             if decision is not None:
                 decisions[op.key] = decision
         layers.append(LayerPlan(True, rule.segment, rule.inner, rule.offload_input, decisions))
-    return Plan(layers, ran.policy.name, dict(source or {}), getattr(ran.policy, "offload", None))
+    own = {name: getattr(ran.policy, name, None) for name in ("offload", "loss", "tile_mlp")}
+    return Plan(layers, ran.policy.name, dict(source or {}), **own)
 
 
 def _rule(ran: Ran, index: int) -> Rule:

@@ -78,7 +78,8 @@ class Applied:
                     if decision is not None:
                         decisions[op.key] = decision
             layers[region.index] = LayerPlan(True, rule.segment, rule.inner, rule.offload_input, decisions)
-        return Plan(layers, name=self.policy.name, offload=getattr(self.policy, "offload", None))
+        own = {name: getattr(self.policy, name, None) for name in ("offload", "loss", "tile_mlp")}
+        return Plan(layers, name=self.policy.name, source=dict(getattr(self.policy, "source", {})), **own)
 
     def undo(self) -> None:
         """Put the model back as it was, attribute for attribute. Undoing twice does nothing."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 import ckpt
 from ckpt import parallel
@@ -85,6 +86,18 @@ def shard(cfg: Config, model: nn.Module, precision: Precision, run: RunDir) -> P
     precision.undo()
     parallel.shard(model, ranks.layout, dtype=cfg.dtype, reshard=cfg.parallel.reshard)
     return Precision(model, {})
+
+
+def set_batch(cfg: Config, config: PreTrainedConfig, run: RunDir) -> Config:
+    """Return the config with what batch_size=auto stands for, and note it."""
+    if cfg.batch_size != "auto":
+        return cfg
+    from recipes.auto_batch import choose_batch
+
+    chosen = choose_batch(cfg, config, run.console.say)
+    run.update(batch_size=chosen.batch_size)
+    run.describe(batch={"batch_size": chosen.batch_size, "grad_accum": chosen.grad_accum})
+    return chosen
 
 
 def set_attention(cfg: Config, model: nn.Module, device: torch.device, run: RunDir) -> None:

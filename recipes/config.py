@@ -160,7 +160,9 @@ class Config:
     resume: bool | str = key(False, "continue a run from its train state: its folder (or true, beside `name`)")
     steps: int = key(100, "optimizer steps", at_least=1)
     seq_len: int = key(1024, "tokens in a row", at_least=2)
-    batch_size: int = key(2, "rows in one forward and backward, on each data-parallel rank", at_least=1)
+    batch_size: int | Literal["auto"] = key(
+        2, "rows in one forward and backward, on each rank; auto: the fastest within strategy.budget_gib", at_least=1
+    )
     grad_accum: int = key(1, "micro-batches in an optimizer step", at_least=1)
     seed: int = key(0, "seed of weights, data order and dropout", at_least=0, at_most=2**63 - 1)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda where there is one")
@@ -217,6 +219,8 @@ def check(cfg: Config) -> None:
         raise ValueError(f"name={cfg.name!r} is no folder name: use letters, digits and - _ . = , + only.")
     if cfg.sweep.name is not None and not _FILE_NAME.fullmatch(cfg.sweep.name):
         raise ValueError(f"sweep.name={cfg.sweep.name!r} is no folder name: use letters, digits and - _ . = , + only.")
+    if cfg.batch_size == "auto" and cfg.resume:
+        raise ValueError("batch_size=auto chooses before the first step: resume with the numbers of the run's summary.")
     if cfg.resume and cfg.name is None:
         raise ValueError("resume=true needs the run to continue: resume=runs/NAME, or name=... beside it.")
     if cfg.model.name is None and not cfg.model.config:

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ckpt import strategies
+from ckpt.auto import told
 from ckpt.choose_tiles import choose_tiles
 from ckpt.engine.media import check_room
 from ckpt.fake import Unpredictable
@@ -60,6 +61,7 @@ def foresee(cfg: Config, config: PreTrainedConfig, device: torch.device, run: Ru
         simulator = Simulator(model_without_weights(cfg, config), workload_of(cfg))
         if hasattr(strategy, "plan") and not hasattr(strategy, "policy"):
             strategy = strategy.plan(simulator, simulator.work, progress=run.console.say)
+            run.console.say(told(strategy.source))
         tiles = cfg.tile_mlp
         if tiles == "auto":
             tiles = choose_tiles(simulator, strategy, cfg.loss)

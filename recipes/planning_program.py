@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from ckpt import strategies
+from ckpt.auto import told
 from ckpt.explain import explain, plan_of
 from ckpt.plan import Plan
 from ckpt.plan_diff import diff as diff_plans
@@ -78,6 +79,7 @@ def _one(cfg: Config, model: nn.Module, device: Any, say: Say) -> dict[str, Any]
     simulator = Simulator(model, workload_of(cfg))
     if hasattr(strategy, "plan") and not hasattr(strategy, "policy"):
         strategy = strategy.plan(simulator, simulator.work, progress=say)
+    made = dict(getattr(strategy, "source", {}))
     say(f"predicting {label_of(chosen.name, chosen.fields)}")
     work, prediction = predicted(simulator, strategy, device)
     records = {}
@@ -86,12 +88,14 @@ def _one(cfg: Config, model: nn.Module, device: Any, say: Say) -> dict[str, Any]
         records = {i: program.record for i, program in simulator.run("full", tile_mlp=1).programs.items()}
     say("looking for the longest sequence that fits")
     tokens = search_longest(model, strategy, work, device, prediction)
+    asked = {"strategy": {"name": chosen.name, **chosen.fields}, "workload": work.to_dict()}
     words = [f"+strategy={chosen.name}", *(f"strategy.{k}={v}" for k, v in chosen.fields.items() if v is not None)]
     return {
         "prediction": prediction,
         "kinds": explain(prediction, device=device, records=records),
-        "plan": plan_of(prediction, {"strategy": {"name": chosen.name, **chosen.fields}, "workload": work.to_dict()}),
+        "plan": plan_of(prediction, made | asked),
         "longest_seq_len": tokens,
+        "note": told(made),
         "overrides": tuple(words),
         "label": label_of(chosen.name, chosen.fields),
     }

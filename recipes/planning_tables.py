@@ -92,6 +92,8 @@ def _show_one(console: Console, found: dict[str, Any]) -> None:
         f"step about {seconds(p.step_seconds)}, {p.tokens_per_second:,.0f} tokens/s (estimate); "
         f"{p.recompute_share:.1%} of its FLOPs are run again",
     ]
+    if found.get("note"):
+        lines.append(found["note"])
     if p.host_bytes:
         lines.append(f"off the device: {size(p.host_bytes)}")
     if star:

@@ -14,6 +14,7 @@ from recipes.assemble import (
     read_data,
     resume,
     set_attention,
+    set_batch,
     set_precision,
     shard,
     split_tensors,
@@ -39,6 +40,7 @@ def main(cfg: Config, run: RunDir) -> None:
     device = choose_device(cfg.device)
     be_deterministic(cfg.deterministic)
     config = load_config(cfg.model, cfg.seq_len)
+    cfg = set_batch(cfg, config, run)
     tokenizer = build_tokenizer(cfg.model, config)
     data = read_data(cfg, tokenizer, run)
     foreseen = foresee(cfg, config, device, run)

@@ -1,0 +1,71 @@
+"""`batch_size=auto`: the fastest micro-batch within a budget, tokens of an optimizer step unchanged."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from recipes import auto_batch
+from recipes.auto_batch import Tried, choose_batch
+from recipes.cli import compose
+from recipes.model import load_config
+
+AUTO = ("+strategy=auto", "strategy.budget_gib=1")
+
+
+def config(*words: str, strategy: tuple[str, ...] = AUTO):
+    return compose(["batch_size=auto", "grad_accum=4", *strategy, *words])
+
+
+def choose(monkeypatch, speeds: dict[int, tuple[float, float]]):
+    """Choose with predictions given by rows: tokens a second, share of recompute; rows without one do not fit."""
+
+    def predicted(cfg, config, strategy, say):
+        if cfg.batch_size not in speeds:
+            raise ValueError("does not fit")
+        return Tried(cfg.batch_size, cfg.grad_accum, *speeds[cfg.batch_size])
+
+    monkeypatch.setattr(auto_batch, "predicted", predicted)
+    said: list[str] = []
+    return choose_batch(config(), None, said.append), said
+
+
+def test_the_fastest_micro_batch_is_taken_and_the_rows_of_a_step_stay(monkeypatch):
+    cfg, said = choose(monkeypatch, {1: (100.0, 0.0), 2: (130.0, 0.1), 4: (120.0, 0.2)})
+    assert (cfg.batch_size, cfg.grad_accum) == (2, 2)
+    assert "more recompute with a larger batch beats less with 1 rows" in said[-1]
+
+
+def test_less_recompute_may_beat_a_larger_batch(monkeypatch):
+    cfg, said = choose(monkeypatch, {1: (100.0, 0.0), 2: (90.0, 0.3)})
+    assert (cfg.batch_size, cfg.grad_accum) == (1, 4)
+    assert "less recompute beats a larger batch" in said[-1]
+
+
+def test_a_budget_too_small_for_one_row_is_the_users_mistake(monkeypatch):
+    with pytest.raises(ValueError, match="does not fit"):
+        choose(monkeypatch, {})
+
+
+def test_a_strategy_without_a_budget_is_refused():
+    with pytest.raises(ValueError, match="batch_size=auto needs a budget"):
+        choose_batch(config(strategy=("+strategy=full",)), None, print)
+
+
+def test_a_number_is_left_alone():
+    cfg = config("batch_size=3")
+    assert choose_batch(cfg, None, print) is cfg
+
+
+@pytest.mark.slow
+def test_rows_are_predicted_by_plans_within_the_budget():
+    said: list[str] = []
+    cfg = config("seq_len=64", "grad_accum=2", "strategy.budget_gib=4", "strategy.hardware=h100")
+    threads = torch.get_num_threads()
+    chosen = choose_batch(cfg, load_config(cfg.model, cfg.seq_len), said.append)
+    assert torch.get_num_threads() == threads
+    assert chosen.batch_size * chosen.grad_accum == 2
+    assert dataclasses.replace(chosen, batch_size="auto", grad_accum=2) == cfg
+    assert sum("tokens/s" in line for line in said) == 2
