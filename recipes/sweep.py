@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.config import Config
+from recipes.config import Config, to_dict
 from recipes.console import sweep_table
 from recipes.errors import RunStopped
 from recipes.manifest import SCHEMA_VERSION, scrub
 from recipes.rundir import read_json, write_atomically
 from recipes.sweep_job import Ended, judge, run_process
+from recipes.tracking import open_tracker
 
 Row = dict[str, Any]
 FINISHED = ("ok", "predicted_oom")
@@ -60,6 +61,8 @@ def run(configs: Sequence[Config], jobs: Sequence[Sequence[str]], command: Seque
             break
     _write(folder, rows.values())
     sweep_table(asked)
+    if asked[-1]["status"] != "interrupted":
+        _report(folder, cfg)
     _say_sync(folder)
     _raise_for(asked, len(jobs), folder, cfg)
     return asked
@@ -130,7 +133,16 @@ def _what(overrides: Sequence[str]) -> frozenset[str]:
 
 
 def _words(command: Sequence[str], overrides: Sequence[str], name: str, folder: Path) -> list[str]:
-    own = [word for word in overrides if word.lstrip("+").partition("=")[0] not in ("name", "runs_dir", "sweep.resume")]
+    """Write a job's command line: what it was asked for, and what makes it a job of this sweep.
+
+    It stops itself where it is predicted not to fit, into its memory limit if it has one, unless it is told otherwise.
+    """
+    given = {word.lstrip("+").partition("=")[0]: word for word in overrides}
+    own = [word for key, word in given.items() if key not in ("name", "runs_dir", "sweep.resume")]
+    if "on_predicted_oom" not in given:
+        own.append("on_predicted_oom=error")
+    if "sweep.job_memory_gib" in given and "hardware.memory_gib" not in given:
+        own.append(f"hardware.memory_gib={given['sweep.job_memory_gib'].partition('=')[2]}")
     return [*command, *own, f"name='{name}'", f"runs_dir='{folder}'"]
 
 
@@ -168,6 +180,22 @@ def _set_aside(path: Path) -> None:
 def _write(folder: Path, rows: Sequence[Row]) -> None:
     text = json.dumps({"schema_version": SCHEMA_VERSION, "jobs": list(rows)}, indent=2)
     write_atomically(folder / "sweep.json", text + "\n")
+
+
+def _report(folder: Path, cfg: Config) -> None:
+    """Draw the sweep, and log the drawings and the rows to a W&B run of their own in the sweep's group."""
+    from recipes.report import write_report  # matplotlib: half a second that a sweep refused need not pay
+
+    page = write_report(folder)
+    print(f"report: {page}", flush=True)
+    figures = folder / "report"
+    tracker = open_tracker(cfg, figures, scrub(to_dict(cfg)), kind="report")
+    for picture in sorted(figures.glob("*.png")):
+        tracker.picture(picture.stem, picture)
+    rows = read_json(folder / "sweep.json")["jobs"]
+    columns = ("name", "strategy", "seq_len", "status", "error", *_FROM_SUMMARY)
+    tracker.table("jobs", columns, [[row.get(column) for column in columns] for row in rows])
+    tracker.finish({"status": "ok"})
 
 
 def _say_sync(folder: Path) -> None:

@@ -91,8 +91,12 @@ class WandbTracker:
         self._run.finish(exit_code=0 if summary["status"] == "ok" else 1)
 
 
-def open_tracker(cfg: Config, path: Path, config: Mapping[str, Any], earlier_id: str | None = None) -> Tracker:
+def open_tracker(
+    cfg: Config, path: Path, config: Mapping[str, Any], earlier_id: str | None = None, kind: str | None = None
+) -> Tracker:
     """Start the tracker that the config asks for; `earlier_id` continues the W&B run of a resumed run.
+
+    kind: W&B's job type; None: the recipe.
 
     If W&B cannot start online (no network, a refused key) it starts offline; if not even that, the run goes on without,
     and `notice` says so.
@@ -105,12 +109,12 @@ def open_tracker(cfg: Config, path: Path, config: Mapping[str, Any], earlier_id:
     if mode == "disabled":
         return NoTracker()
     try:
-        return _start(cfg, path, config, mode, earlier_id)
+        return _start(cfg, path, config, mode, earlier_id, kind)
     except (wandb.errors.Error, OSError) as error:
         problem = " ".join(str(error).split())
     if mode == "online":
         try:
-            tracker = _start(cfg, path, config, "offline", earlier_id)
+            tracker = _start(cfg, path, config, "offline", earlier_id, kind)
             tracker.notice = f"W&B could not go online ({problem}). {tracker.notice}"
             return tracker
         except (wandb.errors.Error, OSError) as error:
@@ -144,7 +148,9 @@ def _mode(cfg: Config) -> str:
     return "online" if has_api_key() else "offline"
 
 
-def _start(cfg: Config, path: Path, config: Mapping[str, Any], mode: str, earlier_id: str | None) -> WandbTracker:
+def _start(
+    cfg: Config, path: Path, config: Mapping[str, Any], mode: str, earlier_id: str | None, kind: str | None
+) -> WandbTracker:
     import wandb
 
     # create_new: a second init in one process would return the first run. console=off: W&B must not capture the
@@ -164,7 +170,7 @@ def _start(cfg: Config, path: Path, config: Mapping[str, Any], mode: str, earlie
             settings=settings,
             id=earlier_id,
             resume=resume,
-            job_type=cfg.recipe,
+            job_type=kind or cfg.recipe,
         )
     # Our own step is the x axis: W&B's internal one only counts calls and cannot go back.
     run.define_metric("step", hidden=True)

@@ -23,6 +23,7 @@ import json, os, signal, sys
 words = dict(word.lstrip("+").split("=", 1) for word in sys.argv[1:])
 folder = os.path.join(words["runs_dir"].strip("'"), words["name"].strip("'"))
 os.makedirs(folder)
+open(os.path.join(folder, "words"), "w").write(" ".join(sys.argv[1:]))
 def summary(status, **fields):
     with open(os.path.join(folder, "summary.json"), "w") as file:
         json.dump({"status": status, "peak_bytes": 7, "tokens_per_second": 5.0, "final_loss": 2.0, **fields}, file)
@@ -217,3 +218,16 @@ def test_a_sweep_killed_in_its_first_job_can_be_resumed(command):
     Path("runs/fates/00-fate=fine").mkdir()
     sweep(jobs("fine", "fine2"), command, resume=True)
     assert [row["status"] for row in rows()] == ["ok", "ok"]
+
+
+def test_jobs_stop_where_they_are_predicted_not_to_fit_unless_forced(command):
+    sweep([["++fate=fine", "++sweep.job_memory_gib=2"], ["++fate=fine2", "++on_predicted_oom=warn"]], command)
+    limited, forced = (path.read_text().split() for path in sorted(Path("runs/fates").glob("0*/words")))
+    assert {"on_predicted_oom=error", "hardware.memory_gib=2"} <= set(limited)
+    assert "++on_predicted_oom=warn" in forced and "on_predicted_oom=error" not in forced
+
+
+def test_a_sweep_is_drawn_when_it_has_ended(command):
+    with pytest.raises(RunStopped):
+        sweep(jobs("fine", "kill"), command)
+    assert "fate=kill" in Path("runs/fates/report.html").read_text()

@@ -71,7 +71,8 @@ def test_twelve_jobs_four_bad_ends_eight_ok_and_a_second_start_runs_the_four(in_
     Path("fates").touch()
     threading.Thread(target=kill_from_outside, args=("02-none-seq_len=256",), daemon=True).start()
     # Keeping everything takes 380 MiB at 4,096 tokens, the other two strategies 160 to 170.
-    done = start("sweep.job_memory_gib=0.25")
+    # It is told so before its first step, so it is forced to try.
+    done = start("sweep.job_memory_gib=0.25", "on_predicted_oom=warn")
     assert done.returncode == 1 and "4 of 12 jobs did not end ok" in done.stderr
     ends = {name: row["status"] for name, row in rows().items()}
     assert len(ends) == 12 and {name for name, status in ends.items() if status != "ok"} == BAD
@@ -91,4 +92,4 @@ def test_twelve_jobs_four_bad_ends_eight_ok_and_a_second_start_runs_the_four(in_
     assert done.returncode == 0, done.stderr
     assert [row["status"] for row in rows().values()] == ["ok"] * 12
     assert before == {name: os.stat(f"runs/twelve/{name}/metrics.jsonl").st_mtime_ns for name in before}
-    assert done.stdout.count("== twelve: ") == 4
+    assert done.stdout.count("== twelve: ") == 4 and Path("runs/twelve/report.html").exists()

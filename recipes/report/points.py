@@ -150,8 +150,16 @@ def _described(row: Mapping[str, Any], run: Any) -> dict[str, Any]:
     for word in row.get("overrides") or ():
         key, _, value = word.lstrip("+").partition("=")
         if key not in ("strategy", "model", "data", "recipe", "peft", "hardware"):
-            known.setdefault(key, yaml.safe_load(value) if value else value)
+            known.setdefault(key, _value(value))
     return known
+
+
+def _value(text: str) -> Any:
+    """Read an override's value as YAML; what is none (a glob, a hidden secret) is text."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _flat(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
