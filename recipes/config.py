@@ -142,6 +142,16 @@ class Sweep:
 
 
 @dataclass(frozen=True)
+class Search:
+    """The longest sequence (scripts/max_context.py)."""
+
+    step: int = key(1024, "lengths are multiples of so many tokens", at_least=2)
+    most: int = key(2**24, "no longer than this", at_least=2)
+    host_budget_gib: float | None = key(None, "host memory for what is offloaded; null: any amount", above=0)
+    confirm: Literal["auto", "yes", "no"] = key("auto", "run real steps; auto: where the device asked for is at hand")
+
+
+@dataclass(frozen=True)
 class Strategy:
     """The chosen strategy and its own fields (`ckpt.strategies.make(name, **fields)`)."""
 
@@ -175,7 +185,7 @@ class Config:
     log_every: int = key(1, "steps between lines of metrics.jsonl", at_least=1)
     measure_every: int = key(0, "steps between probe steps of the memory ledger; 0: one, after warm-up", at_least=0)
     profile: bool = key(False, "torch.profiler trace of one step after warm-up, trace.json.gz in the run's directory")
-    save_every: int = key(0, "steps between train states; 0: only at the end", at_least=0)
+    save_every: int = key(0, "steps between train states; 0: only at the end; -1: never", at_least=-1)
     save_async: bool = key(False, "train on while a train state is written, from a copy of it in host memory")
     export: bool = key(False, "write the trained model with save_pretrained, to export/ in the run's directory")
     tracker: Literal["wandb", "none"] = key("wandb", "where metrics go besides metrics.jsonl")
@@ -194,6 +204,7 @@ class Config:
     hardware: Hardware = section(Hardware, "device that predictions are for")
     wandb: Wandb = section(Wandb, "Weights & Biases")
     sweep: Sweep = section(Sweep, "multirun (-m)")
+    search: Search = section(Search, "the longest sequence (scripts/max_context.py)")
 
 
 def from_dict(values: dict[str, Any]) -> Config:

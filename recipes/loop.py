@@ -35,6 +35,8 @@ from recipes.rundir import RunDir, RunStopped
 from recipes.train_state import TrainState
 
 Batch = dict[str, Any]
+NEVER = -1
+"""`save_every` of a run whose weights nobody wants, such as one that only measures."""
 
 
 def train(cfg: Config, state: TrainState, data: Data, run: RunDir, meter: Meter, probe: Probe, start: int = 0) -> None:
@@ -73,15 +75,15 @@ def train(cfg: Config, state: TrainState, data: Data, run: RunDir, meter: Meter,
                     **{name: metrics[name] for name in ("eval_loss",) if name in metrics},
                 )
             tick(step, loss=loss, tokens_per_second=metrics["tokens_per_second"])
-            if last or stopping or (cfg.save_every and step % cfg.save_every == 0):
+            due = last or stopping or (cfg.save_every > 0 and step % cfg.save_every == 0)
+            if due and cfg.save_every != NEVER:
                 state.save(run.train_state, step, wait=last or stopping or not cfg.save_async)
             if stopping and not last:
                 why = signalled[0] if signalled else "another rank's signal"
-                raise RunStopped(
-                    "interrupted",
-                    f"{why} after step {step} of {cfg.steps}; its train state is "
-                    f"saved. Go on with: python train.py resume={run.path}",
-                )
+                saved = f"its train state is saved. Go on with: python train.py resume={run.path}"
+                if cfg.save_every == NEVER:
+                    saved = f"nothing is saved (save_every={NEVER})."
+                raise RunStopped("interrupted", f"{why} after step {step} of {cfg.steps}; {saved}")
 
 
 def optimizer_step(

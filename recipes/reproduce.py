@@ -58,7 +58,7 @@ def reproduce(path: str | Path, runs_dir: str = "runs", say: Callable[[str], Non
     recorded = read_run(path)
     _refuse_unfinished(recorded)
     cfg = dataclasses.replace(
-        from_dict(recorded.config), runs_dir=runs_dir, resume=False, tracker="none", export=False, save_every=0,
+        from_dict(recorded.config), runs_dir=runs_dir, resume=False, tracker="none", export=False, save_every=-1,
         name=f"reproduce-{recorded.path.resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}",
     )  # fmt: skip
     _use_recorded_threads(recorded.manifest)
