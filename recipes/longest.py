@@ -89,7 +89,7 @@ class Search:
         return {"peak_bytes": found.peak_bytes, "host_bytes": found.host_bytes}
 
     def measured_fits(self, seq_len: int, start: Sequence[str]) -> bool:
-        """Tell whether real steps of one length fit into the limit: run them in a process, or take the record's word."""
+        """Tell whether real steps of one length fit into the limit: run them in a process, or ask the record."""
         tries = self.record["measured"]["tries"]
         if str(seq_len) not in tries:
             tries[str(seq_len)] = self._measure(seq_len, start)
@@ -111,8 +111,8 @@ class Search:
         name = f"try-{seq_len}" + (f"-{number}" if number else "")
         words = [
             *start, f"seq_len={seq_len}", f"steps={MEASURED_STEPS}", f"name='{name}'", f"runs_dir='{self.run.path}'",
-            "resume=false", f"sweep.job_memory_gib={self.budget_bytes / GIB!r}", "on_predicted_oom=warn", "tracker=none",
-            "eval.batches=0", "save_every=-1", "export=false",
+            "resume=false", f"sweep.job_memory_gib={self.budget_bytes / GIB!r}", "on_predicted_oom=warn",
+            "tracker=none", "eval.batches=0", "save_every=-1", "export=false",
         ]  # fmt: skip
         ended = run_process(words)
         summary = read_json(self.run.path / name / "summary.json")
@@ -126,7 +126,7 @@ class Search:
 
 
 def find_longest(cfg: Config, run: RunDir, start: Sequence[str]) -> dict[str, Any]:
-    """Find the longest sequence for the config's model, strategy, device and budgets; return what the summary says of it.
+    """Find the longest sequence for the config's model, strategy, device and budgets; return what the summary says.
 
     start: the command of one try, to which its length and limit are added. Raises ValueError where not even one
     `search.step` of tokens is predicted to fit.

@@ -2,12 +2,12 @@
 
     python scripts/max_context.py +strategy=auto model=llama3_8b dtype=bf16 hardware=h100
     python scripts/max_context.py +strategy=offload model=llama3_8b hardware=h100 search.host_budget_gib=200
-    python scripts/max_context.py +strategy=full hardware.memory_gib=0.5 search.step=256          # on this CPU, measured
+    python scripts/max_context.py +strategy=full hardware.memory_gib=0.5 search.step=256        # on this CPU, measured
     python scripts/max_context.py -m +strategy=none,full,selective hardware.memory_gib=0.5 search.step=256
 
-Takes every key of train.py. Where the device asked for is at hand, the prediction is confirmed by real steps, each length
-in a process that may allocate `hardware.memory_gib` and no more (search.confirm=yes or no says so otherwise). Every length
-tried stands in runs/NAME/longest.json; a stopped search goes on with resume=true name=NAME.
+Takes every key of train.py. Where the device asked for is at hand, the prediction is confirmed by real steps, each
+length in a process that may allocate `hardware.memory_gib` and no more (search.confirm=yes or no says so otherwise).
+Every length tried stands in runs/NAME/longest.json; a stopped search goes on with resume=true name=NAME.
 """
 
 from __future__ import annotations
