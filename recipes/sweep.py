@@ -28,7 +28,7 @@ FINISHED = ("ok", "predicted_oom")
 
 _FROM_SUMMARY = ("peak_bytes", "predicted_peak_bytes", "tokens_per_second", "final_loss")
 # Overrides that change how a job is run, not what it computes.
-_HOW = re.compile(r"\+*(name|runs_dir|debug|output|on_predicted_oom|sweep\.\w+)=")
+_HOW = re.compile(r"\+*(name|runs_dir|debug|output|on_predicted_oom|sweep\.(?!ranks)\w+)=")
 
 
 def run(configs: Sequence[Config], jobs: Sequence[Sequence[str]], command: Sequence[str], first: int = 0) -> list[Row]:
