@@ -54,11 +54,21 @@ def read_data(cfg: Config, tokenizer: Any, run: RunDir) -> Data:
 
 
 def split_tensors(model: nn.Module, run: RunDir) -> None:
-    """Split the layers over the ranks of `parallel.tensor`, and say how all ranks are laid out."""
+    """Split the layers over the ranks of `parallel.tensor`, and say how all ranks are laid out.
+
+    Raises ValueError for fused weights, as a mixture of experts has them.
+    """
     layout = run.ranks.layout
     if layout is None:
         return
     parallel.split_tensors(model, layout)
+    for name, parameter in model.named_parameters():
+        # One rank's part of a fused weight is not one block of it, which is all that a train state can describe.
+        if any(type(placement).__name__ == "_StridedShard" for placement in getattr(parameter, "placements", ())):
+            raise ValueError(
+                f"parallel.tensor={layout.degrees.tensor} splits the fused weight {name}, which a train state cannot "
+                "hold yet. Use parallel.shard or parallel.sequence."
+            )
     run.console.say(f"ranks {layout.degrees.num_ranks}: {layout.degrees}")
     run.describe(parallel=layout.degrees.to_dict())
 
