@@ -145,6 +145,28 @@ def test_a_signal_saves_and_records_and_the_run_goes_on_from_there(folder, numbe
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, steps + 1))
 
 
+def test_a_killed_run_has_lost_no_logged_step_and_goes_on_as_one_left_alone(folder):
+    words = ["steps=16", "save_every=2", "optim.schedule=constant", "data.augment=mask", "+strategy=selective",
+             *(word for word in TINY if not word.startswith("steps"))]  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *words, "name=cut"], stdout=subprocess.DEVNULL
+    ) as job:
+        metrics, deadline = Path("runs/cut/metrics.jsonl"), time.monotonic() + 240
+        while len(list(Path("runs/cut/train_state").glob("step_*[0-9]"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        job.kill()
+    before = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert job.returncode == -signal.SIGKILL and 4 <= len(before) < 16
+    assert [line["step"] for line in before] == list(range(1, len(before) + 1))
+    assert train("resume=runs/cut").returncode == 0
+    assert train(*words, "name=whole").returncode == 0
+    cut, whole = ([json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+                  for name in ("cut", "whole"))  # fmt: skip
+    assert len(cut) == 16
+    assert [(line["loss"], line["grad_norm"]) for line in cut] == [(line["loss"], line["grad_norm"]) for line in whole]
+    assert [line["loss"] for line in before] == [line["loss"] for line in whole[: len(before)]]
+
+
 def test_torchrun_in_front_of_a_multirun_is_refused(folder):
     done = train("-m", "+strategy=none,full", *TINY, RANK="0", WORLD_SIZE="2")
     assert done.returncode == 2 and "torchrun" in done.stderr

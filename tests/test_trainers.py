@@ -1,6 +1,7 @@
 """In other people's trainers: the README's examples, run as they stand there, and what else those trainers do."""
 
 import contextlib
+import functools
 import io
 import json
 import re
@@ -99,28 +100,33 @@ def without_ckpt(code):
     return shorter
 
 
+@functools.cache
+def plain(marker):
+    """The losses of an example without us, and the weights that it ends with."""
+    space, losses = run(without_ckpt(block(HEADING, marker)))
+    return losses, {name: p.detach().clone() for name, p in space["model"].named_parameters()}
+
+
 TRAINER, TRL, ACCELERATE = "import Trainer,", "SFTTrainer", "import Accelerator"
 
 
 @pytest.mark.parametrize("marker", [TRAINER, TRL, ACCELERATE])
 def test_the_readmes_trainer_gives_the_losses_that_it_gives_without_us(marker):
-    code = block(HEADING, marker)
-    _, plain = run(without_ckpt(code))
-    space, ours = run(code)
-    assert len(ours) >= 4 and ours == pytest.approx(plain, rel=1e-6)
+    expected, _ = plain(marker)
+    space, ours = run(block(HEADING, marker))
+    assert len(ours) >= 4 and ours == pytest.approx(expected, rel=1e-6)
     assert all(layer.replays >= 4 for layer in space["handle"].audit().layers)
 
 
 @pytest.mark.parametrize("strategy", ["full", "segments", "offload"])
 @pytest.mark.parametrize("marker", [TRAINER, TRL, ACCELERATE])
 def test_trainers_train_bit_for_bit_as_without_us(marker, strategy):
-    code = block(HEADING, marker)
-    plain_space, plain = run(without_ckpt(code))
-    space, ours = run(re.sub(r"ckpt\.apply\([^)]*\)", f'ckpt.apply(model, "{strategy}")', code))
-    assert ours == plain and len(ours) >= 4
-    expected = dict(plain_space["model"].named_parameters())
+    expected, weights = plain(marker)
+    code = re.sub(r"ckpt\.apply\([^)]*\)", f'ckpt.apply(model, "{strategy}")', block(HEADING, marker))
+    space, ours = run(code)
+    assert ours == expected and len(ours) >= 4
     for name, parameter in space["model"].named_parameters():
-        assert torch.equal(parameter, expected[name]), name
+        assert torch.equal(parameter, weights[name]), name
 
 
 def test_the_readmes_first_block_leaves_the_model_as_it_was():
@@ -141,9 +147,9 @@ def test_what_a_trainer_saves_is_what_it_saves_without_us_and_loads_with_equal_l
     """Trainer itself writes use_cache=false into the config that it saves (TrainingArguments.use_cache)."""
     saved, code = Path("out/final/config.json"), block(HEADING, marker)
     run(without_ckpt(code))
-    plain = json.loads(saved.read_text())
+    expected = json.loads(saved.read_text())
     space, _ = run(code)
-    assert json.loads(saved.read_text()) == plain and plain["use_cache"] is (marker == ACCELERATE)
+    assert json.loads(saved.read_text()) == expected and expected["use_cache"] is (marker == ACCELERATE)
     assert torch.equal(logits(LlamaForCausalLM.from_pretrained("out/final")), logits(space["model"]))
 
 
