@@ -35,6 +35,8 @@ _NOT_STATEFUL = frozenset({"Conv1D"})  # GPT-2's name for a linear layer
 # By model type, what cannot be read off.
 _REASONS: dict[str, str] = {
     "doge": "it adds a learned bias to every attention score",
+    "gemma4_assistant": "it continues another model's row, from the states of that model",
+    "gemma4_unified_assistant": "it continues another model's row, from the states of that model",
     "git": "it calls its own attention",
     "mllama": "its cross-attention layers read an image, not the row",
     "mllama_text_model": "its cross-attention layers read an image, not the row",
