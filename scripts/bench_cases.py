@@ -7,7 +7,6 @@ Knows no strategy and no peer. A case's model is made from one seed, so that all
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ _HIDDEN_256 = {
 PEERS = ("library 1", "library 2", "library 4", "trl", "torchtitan", "torchtitan + attention", "nemo")
 OURS = ("full", "segments", "selective", "selective matmul", "offload disk")
 ALL = ("none", *PEERS, *OURS, *(f"auto @ {name}" for name in ("none", *PEERS)))
+TIMED = tuple(f"same: {name}" for name in ("none", *PEERS, "full", "selective", *ALL[-len(PEERS) - 1 :]))
 BEST = ("none", *PEERS[:4], "full", "full tiled", "auto @ library 1", "auto @ trl")
 
 
@@ -30,7 +30,7 @@ class Case:
     """One model at one length, fp32, one row, forward and backward.
 
     rounds: rounds of timing in which every timed row runs once. same, best: the rows to run with one loss for all, and
-    with each side's own. timed: which of them are timed, all if empty.
+    with each side's own. timed: which of them are timed.
     """
 
     name: str
@@ -41,18 +41,16 @@ class Case:
     rounds: int = 5
     same: tuple[str, ...] = ALL
     best: tuple[str, ...] = BEST
-    timed: tuple[str, ...] = ()
+    timed: tuple[str, ...] = TIMED
     more: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def title(self) -> str:
-        return f"{self.family} {self.num_layers} x 256, vocabulary {self.vocab_size:,}, T={self.seq_len:,}"
 
     def model(self) -> PreTrainedModel:
         """Make the model in training mode, its weights drawn from a fixed seed."""
         config = CONFIG_MAPPING[self.family](
             **_HIDDEN_256,
-            **{"num_hidden_layers": self.num_layers, "vocab_size": self.vocab_size, "pad_token_id": 0},
+            num_hidden_layers=self.num_layers,
+            vocab_size=self.vocab_size,
+            pad_token_id=0,
             max_position_embeddings=self.seq_len,
             **self.more,
         )
@@ -66,18 +64,18 @@ class Case:
 
     def workload(self, loss: str, tile_mlp: int) -> Workload:
         """Describe the step to the planner."""
-        return Workload(
-            batch_size=1, seq_len=self.seq_len, dtype="fp32", optimizer=None, loss=loss, tile_mlp=tile_mlp
-        )
+        return Workload(batch_size=1, seq_len=self.seq_len, dtype="fp32", optimizer=None, loss=loss, tile_mlp=tile_mlp)
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """Return what its figures depend on; which rows are run and timed may change."""
+        names = ("name", "family", "num_layers", "vocab_size", "seq_len", "more")
+        return {name: getattr(self, name) for name in names}
 
 
 # The long case takes a minute a step: its rows are those that its figure is about.
 _LONG = ("none", "library 1", "trl", "auto @ library 1", "auto @ trl")
 _LONG_BEST = ("library 1", "full tiled", "auto tiled")
-_LONG_TIMED = ("best: library 1", "best: full tiled", "best: auto tiled")
+_LONG_TIMED = tuple(f"best: {name}" for name in _LONG_BEST)
 CASES = {
     case.name: case
     for case in (
@@ -88,4 +86,7 @@ CASES = {
         Case("mixtral", "mixtral", 4, 512, 1024, more={"num_local_experts": 4, "num_experts_per_tok": 2}),
     )
 }
-QUICK = Case("quick", "llama", 2, 64, 128, rounds=2)
+QUICK = Case(
+    "quick", "llama", 2, 64, 128, rounds=2, best=("library 1", "full tiled"),
+    same=("none", "library 1", "torchtitan + attention", "full", "offload disk"),
+)  # fmt: skip

@@ -13,7 +13,6 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch._inductor.compile_fx
@@ -52,9 +51,7 @@ def variants() -> list[Variant]:
         Variant(name, f"compiled, {row[name].what}", row[name], has_policy=True)
         for name in ("full", "selective", "library 1", "trl")
     ]
-    made += [
-        Variant(f"budget {b}", f"compiled, activation_memory_budget={b}", row["none"], budget=b) for b in BUDGETS
-    ]
+    made += [Variant(f"budget {b}", f"compiled, activation_memory_budget={b}", row["none"], budget=b) for b in BUDGETS]
     return made
 
 

@@ -32,8 +32,8 @@ class Row:
 
     side: "library", "peer" or "ours". what: one line for the table. put: puts it in force on a model; None: `strategy`
     by `ckpt.apply`. source: package and version that the policy was imported from, or "our statement". budget_of: for
-    auto, the row whose measured peak, times budget_share, is the budget. loss: "full" (logits, the library's), "chunked"
-    (ours) or "trl" (TRL's fused head); best_loss: the same where each side chooses its own.
+    auto, the row whose measured peak, times budget_share, is the budget. loss: "full" (logits, the library's),
+    "chunked" (ours) or "trl" (TRL's fused head); best_loss: the same where each side chooses its own.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Row:
     budget_share: float = 1.0
 
     def prepare(self, model: nn.Module, strategy: Any = None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Put the row in force on a fresh model; return its step: tokens, labels (1, T) -> loss, gradients in the model.
+        """Put the row in force on a fresh model; return its step: tokens, labels (1, T) -> loss, and gradients.
 
         strategy: the plan, for auto.
         """
@@ -117,16 +117,10 @@ def _peers() -> list[Row]:
 def _peer(
     name: str, what: str, package: str, imported: Callable, stated: Callable[[nn.Module], None], loss: str = "full"
 ) -> Row:
-    """Make a peer's row from its package, or from our statement where that is not installed."""
-    found = _version(package)
-    try:
-        put = imported() if found else None
-    except ImportError:
-        put = None
-    loss = loss if found or loss != "trl" else "full"
-    if put is None:
-        return Row(name, "peer", what, put=stated, best_loss=loss, source="our statement")
-    return Row(name, "peer", what, put=put, best_loss=loss, source=found)
+    """Make a peer's row from its package, or from our statement where that is not installed. Imports at use."""
+    if found := _version(package):
+        return Row(name, "peer", what, put=lambda model: imported()(model), best_loss=loss, source=found)
+    return Row(name, "peer", what, put=stated, best_loss="full", source="our statement")
 
 
 def _trl() -> Callable[[nn.Module], None]:

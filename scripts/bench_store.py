@@ -1,4 +1,4 @@
-"""Where the benchmark's figures lie: one JSON file a case, written after every cell, so that a run goes on where it ended.
+"""Where the benchmark's figures lie: a JSON file a case, written after every cell; a run goes on where it ended.
 
     store = Store(folder, case); store.cells["same: trl"] = {...}; store.rounds.append({...}); store.save()
 """

@@ -37,11 +37,10 @@ def markdown(found: Found, picture: str = "bench.png") -> str:
     lines = [
         "# Beside the peers",
         "",
-        "Made by `python scripts/bench.py --compile`; the figures are in `results/bench/`. One forward and backward, fp32, "
-        "CPU, one thread.",
-        "Peak: most live bytes. FLOPs: contractions executed, over `none`. Time: CPU seconds over `none`, each ratio taken "
-        "within a round, median. Policy: where it was imported from.",
-        "Gradients: equal bit for bit to `none` with the same loss, or the largest norm(g - g0) / norm(g0) of a parameter.",
+        "Made by `python scripts/bench.py --compile`; the figures are in `results/bench/`. One forward and backward,",
+        "fp32, CPU, one thread. Peak: most live bytes. FLOPs: contractions executed, over `none`. Time: CPU seconds",
+        "over `none`, each ratio taken within a round, median. Policy: where it was imported from. Gradients: equal",
+        "bit for bit to `none`, or the largest norm(g - g0) / norm(g0) of a parameter.",
         "",
         f"![peak against FLOPs and time]({picture})",
     ]
@@ -57,8 +56,7 @@ def _order(name: str) -> tuple:
 
 def _case(one: Mapping[str, Any]) -> list[str]:
     case, cells, rounds = one["case"], one["cells"], one["rounds"]
-    title = f"{case['family']} {case['num_layers']} x 256, vocabulary {case['vocab_size']:,}, T={case['seq_len']:,}"
-    lines = [f"## {title}"]
+    lines = [f"## {title_of(case)}"]
     for losses, heading in (("same", "The same loss for all (chunked)"), ("best", "Each side's own best loss")):
         mine = {key: cell for key, cell in cells.items() if key.startswith(f"{losses}:")}
         if mine:
@@ -82,14 +80,14 @@ def rows_table(cells: Mapping[str, Any], rounds: list, losses: str) -> list[str]
     ]
     for key, cell in cells.items():
         if "refused" in cell:
-            lines.append(f"| {cell['what']} | {cell['source']} | {cell['loss']} | {cell['refused'][:80]} | | | |")
+            lines.append(f"| {cell['what']} | {cell['source']} | {cell['loss']} | {cell['refused'][:120]} | | | |")
             continue
         ratios = paired(rounds, key, base_key)
         spent = f"{statistics.median(ratios):.2f}" if ratios else "-"
         flops = f"{cell['flops'] / base['flops']:.3f}" if base.get("flops") else "-"
         lines.append(
-            f"| {cell['what']} | {cell['source']} | {cell['loss']} | {cell['peak_bytes'] / MIB:,.1f} | {flops} | {spent} | "
-            f"{_gradients(cell)} |"
+            f"| {cell['what']} | {cell['source']} | {cell['loss']} | {cell['peak_bytes'] / MIB:,.1f} | {flops} | "
+            f"{spent} | {_gradients(cell)} |"
         )
     return lines
 
@@ -122,14 +120,17 @@ def auto_table(cells: Mapping[str, Any], rounds: list) -> list[str]:
     pairs = auto_pairs(cells, rounds)
     if not pairs:
         return []
-    lines = ["| peer | its peak MiB | auto's peak / its | auto's FLOPs / its | auto's time / its [95%] |", "|---|---|---|---|---|"]
+    lines = [
+        "| peer | its peak MiB | auto's peak / its | auto's FLOPs / its | auto's time / its [95%] |",
+        "|---|---|---|---|---|",
+    ]
     for pair in pairs.values():
         time = pair["time"]
         spent = "-" if time is None else f"{time[1]:.3f} [{time[0]:.3f}, {time[2]:.3f}]"
         peer = cells[pair["peer"]]
         lines.append(
-            f"| {peer['what']} ({peer['loss']} loss) | {peer['peak_bytes'] / MIB:,.1f} | {pair['peak']:.3f} | {pair['flops']:.3f} "
-            f"| {spent} |"
+            f"| {peer['what']} ({peer['loss']} loss) | {peer['peak_bytes'] / MIB:,.1f} | {pair['peak']:.3f} | "
+            f"{pair['flops']:.3f} | {spent} |"
         )
     return lines
 
@@ -146,6 +147,57 @@ def compiled_table(compiled: Mapping[str, Any]) -> list[str]:
         spent = "-" if time is None else f"{time[1]:.3f} [{time[0]:.3f}, {time[2]:.3f}]"
         lines.append(f"| {cell['what']} | {cell['peak_bytes'] / MIB:,.1f} | {spent} | {cell['gradient_error']:.0e} |")
     return lines
+
+
+# -- the README's part ------------------------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- bench.py: begin -->", "<!-- bench.py: end -->"
+
+
+def put_into_readme(text: str, found: Found) -> str:
+    """Replace what stands between the two markers. Raises ValueError where they are missing."""
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"the README has no lines {BEGIN} and {END} to put the table between")
+    before, _, rest = text.partition(BEGIN)
+    return before + "\n".join([BEGIN, *readme(found), END]) + rest.partition(END)[2]
+
+
+def readme(found: Found) -> list[str]:
+    """The first case's peers with `auto` beside them, and a line for each other case."""
+    name, *others = sorted(found, key=_order)
+    one = found[name]
+    cells, rounds = one["cells"], one["rounds"]
+    pairs = {k: p for k, p in auto_pairs(cells, rounds).items() if k.startswith("same:")}
+    base = cells["same: none"]
+    lines = [
+        f"{title_of(one['case'])}:",
+        "",
+        "| peer | policy from | peak MiB | FLOPs / none | `auto` at that peak: FLOPs / none | its time / the peer's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for key, pair in pairs.items():
+        peer, mine, time = cells[pair["peer"]], cells[key], pair["time"]
+        spent = "-" if time is None else f"{time[1]:.2f}x [{time[0]:.2f}, {time[2]:.2f}]"
+        lines.append(
+            f"| {peer['what']} | {peer['source']} | {peer['peak_bytes'] / MIB:,.1f} | "
+            f"{peer['flops'] / base['flops']:.3f} | {mine['flops'] / base['flops']:.3f} | {spent} |"
+        )
+    lines.append("")
+    for other in others:
+        ratios = [p["flops"] for p in auto_pairs(found[other]["cells"], []).values() if p["peer"] != "same: none"]
+        refused = [k.partition(": ")[2] for k, c in found[other]["cells"].items() if "Error" in c.get("refused", "")]
+        if ratios:
+            more = f"; {', '.join(refused)} failed" if refused else ""
+            lines.append(
+                f"- {title_of(found[other]['case'])}: `auto` runs {min(ratios):.2f} to {max(ratios):.2f} of the peers' "
+                f"FLOPs at their peaks{more}"
+            )
+    return lines
+
+
+def title_of(case: Mapping[str, Any]) -> str:
+    """Name a case by its model and length."""
+    return f"{case['family']} {case['num_layers']} x 256, vocabulary {case['vocab_size']:,}, T={case['seq_len']:,}"
 
 
 # -- the picture ------------------------------------------------------------------------------------------------------
@@ -192,7 +244,8 @@ def _panel(axis: Any, cells: Mapping[str, Any], values: Mapping[str, float]) -> 
         if name.startswith("auto"):
             continue
         side = "ours" if cells[key]["side"] == "ours" else "library" if name.startswith(("library", "none")) else "peer"
-        axis.scatter(cells[key]["peak_bytes"] / MIB, value, s=26, zorder=2, **_STYLE[side])
-        axis.annotate(name, (cells[key]["peak_bytes"] / MIB, value), fontsize=6, xytext=(3, 3), textcoords="offset points")
+        at = cells[key]["peak_bytes"] / MIB, value
+        axis.scatter(*at, s=26, zorder=2, **_STYLE[side])
+        axis.annotate(name, at, fontsize=6, xytext=(3, 3), textcoords="offset points")
     axis.grid(alpha=0.3)
     axis.tick_params(labelsize=8)

@@ -4,10 +4,10 @@
     python scripts/gpu_check.py --only exact,peaks     # some
     python scripts/gpu_check.py --toy                  # all its code, on a CPU, in a minute: proves nothing of a GPU
 
-Sections, the most important first: exact (bf16, flash attention), peaks (predicted against max_memory_allocated at 8K, 32K
-and 128K tokens), budgets (auto within five budgets), offload (time and stalls), pool (nothing grows), speed (tokens/s and
-MFU beside the library at the same memory), packed (documents in one row), context (the longest in 24 GiB). A section that
-fails is recorded and the others run. Exit code 1 if something asked for was not got.
+Sections, the most important first: exact (bf16, flash attention), peaks (predicted against max_memory_allocated at 8K,
+32K and 128K tokens), budgets (auto within five budgets), offload (time and stalls), pool (nothing grows), speed
+(tokens/s and MFU beside the library at the same memory), packed (documents in one row), context (the longest in
+24 GiB). A section that fails is recorded and the others run. Exit code 1 if something asked for was not got.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from scripts import gpu_check_memory, gpu_check_speed  # noqa: E402
-from scripts.gpu_check_setup import H200, TOY, Check, OutOfTime  # noqa: E402
+from scripts.gpu_check_scale import H200, TOY  # noqa: E402
+from scripts.gpu_check_setup import Check, OutOfTime  # noqa: E402
 
 SECTIONS = {
     function.__name__: function
@@ -55,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     if not options.toy and not torch.cuda.is_available():
         print("no CUDA device: give --toy to run this code on the CPU", file=sys.stderr)
+        return 2
+    if not hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable"):
+        print(f"transformers {transformers.__version__} is too old: 5.23 or newer is needed", file=sys.stderr)
         return 2
     check = Check(TOY if options.toy else H200, options.seconds)
     took = {}
@@ -126,9 +130,8 @@ def table(report: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     marks = {True: "ok", False: "NOT OK", None: ""}
-    lines += [
-        f"| {row['section']} | {row['what']} | {row['asked']} | {row['got']} | {marks[row['ok']]} |" for row in report["rows"]
-    ]
+    for row in report["rows"]:
+        lines.append(f"| {row['section']} | {row['what']} | {row['asked']} | {row['got']} | {marks[row['ok']]} |")
     missed = sum(row["ok"] is False for row in report["rows"])
     asked = sum(row["ok"] is not None for row in report["rows"])
     return "\n".join([*lines, "", f"{asked - missed} of {asked} asked for were got; {report['seconds']} s"])

@@ -16,7 +16,8 @@ from ckpt import attention
 from ckpt.attention import bounds
 from ckpt.flops import FlopCounter
 from ckpt.plan import Plan
-from scripts.gpu_check_setup import STRATEGIES, Check, step_of
+from scripts.gpu_check_scale import STRATEGIES
+from scripts.gpu_check_setup import Check, step_of
 
 # bf16 has 8 bits of mantissa. Tiles add a sum's parts in another order, in bf16; the rest must not change a bit.
 TILE_TOLERANCE = 2e-2
@@ -75,7 +76,8 @@ def _gradients(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
 
 def _distance(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     """Largest norm(g - g0) / norm(g0) over loss and gradients; infinite where something is not finite."""
-    found = [((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30)).item() for a, b in zip(some, others)]
+    pairs = [(a.float(), b.float()) for a, b in zip(some, others, strict=True)]
+    found = [((a - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in pairs]
     return max(found) if all(map(math.isfinite, found)) else math.inf
 
 
@@ -113,13 +115,14 @@ def packed(check: Check) -> None:
         handle.undo()
     error = abs(values["none"][0].float() / alone - 1).item()
     kernels = sorted(op for op in counter.by_op if "attention" in op or "attn" in op or "varlen" in op)
-    check.note("loss of packed documents, over theirs alone", "<= 1e-02", f"{error:.1e}", error <= 1e-2, kernels=kernels)
+    what = "loss of packed documents, over theirs alone"
+    check.note(what, "<= 1e-02", f"{error:.1e}", error <= 1e-2, kernels=kernels)
     error = _distance(values["selective"][1], values["none"][1])
     check.note("gradients, selective over none", "<= 1e-02", f"{error:.1e}", error <= 1e-2, error=error)
 
 
 def peaks(check: Check) -> None:
-    """Predicted against measured peak of every strategy, at most 3% off. Where one step is made, it is the first one."""
+    """Predicted against measured peak of every strategy, at most 3% off. Of one step alone: the first one's."""
     scale, asked = check.scale, check.predictions()
     for at in scale.peaks:
         num_layers, seq_len, num_steps = at
@@ -143,7 +146,9 @@ def peaks(check: Check) -> None:
         check.free()
 
 
-def _measured_peak(check: Check, model: nn.Module, ids: torch.Tensor, strategy: Any, tiles: int, num_steps: int = 2) -> int:
+def _measured_peak(
+    check: Check, model: nn.Module, ids: torch.Tensor, strategy: Any, tiles: int, num_steps: int = 2
+) -> int:
     """Return the higher peak of the step that records and of those that replay."""
     check.free()
     handle = ckpt.apply(model, strategy, loss="chunked", tile_mlp=tiles)
@@ -164,9 +169,10 @@ def budgets(check: Check) -> None:
     for budget, plan in plans:
         check.heed_time()
         measured = _measured_peak(check, model, ids, Plan.from_dict(plan), 1)
+        again = plan["source"]["recompute_flops"] / 1e12
         check.note(
             f"auto, budget {_gib(budget)}", "peak within it",
-            f"{_gib(measured)} ({measured / budget:.1%}), recomputes {plan['source']['recompute_flops'] / 1e12:.2f} TFLOP",
+            f"{_gib(measured)} ({measured / budget:.1%}), recomputes {again:.2f} TFLOP",
             measured <= budget, measured_bytes=measured, budget_bytes=budget,
         )  # fmt: skip
 

@@ -1,7 +1,6 @@
-"""What the sections of the GPU check share: sizes, the model and its step, measured peaks and times, predictions.
+"""What the sections of the GPU check share: the model and its step, measured peaks and times, what is asked ahead.
 
-A `Scale` holds every size, once for one H200 and once for a toy that runs the same code on any CPU. Predictions and plans
-are made by other processes while the device works; the toy makes them on the spot.
+Predictions and plans are made by other processes while the device works; the toy makes them on the spot.
 
     check = Check(TOY, seconds=60); model = check.model(num_layers=2); check.peak(model, ids)
 """
@@ -21,86 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
-import ckpt
-from ckpt.auto import GIB, Auto
-from ckpt.hardware import find
+from ckpt.auto import GIB
 from ckpt.ledger import measure
-from ckpt.predict import read
-from ckpt.simulate import Simulator
-
-STRATEGIES: dict[str, tuple[Any, int]] = {
-    "none": (ckpt.KeepAll(), 1),
-    "full": (ckpt.Full(), 1),
-    "full, 8 tiles": (ckpt.Full(), 8),
-    "every_n 2": (ckpt.EveryN(2), 1),
-    "segments keep": (ckpt.Segments(2, "keep"), 1),
-    "segments replay": (ckpt.Segments(2, "replay"), 1),
-    "selective": (ckpt.Selective("attention"), 1),
-    "selective matmul": (ckpt.Selective("attention+matmul"), 1),
-    "offload": (ckpt.Offload(target="host"), 1),
-    "offload, 8 tiles": (ckpt.Offload(target="host"), 8),
-}
-# Whose longest context is looked for, and its loss. Library: Transformers' checkpointing of every layer.
-CONTEXT_SIDES = {"library": "full", "full, 8 tiles": "chunked", "offload, 8 tiles": "chunked"}
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Sizes of all sections. peaks: (layers, tokens, steps) of the peak section. *_tokens: of the section so named.
-
-    context_gib: memory that the longest context is looked for in; context_tokens: a length that fits, and its multiples
-    are tried.
-    """
-
-    name: str
-    device: str
-    hardware: str | None
-    shape: dict[str, int]
-    num_layers: int
-    exact_layers: int
-    exact_tokens: int
-    peaks: tuple[tuple[int, int, int], ...]
-    auto_tokens: int
-    num_budgets: int
-    offload_tokens: tuple[int, ...]
-    pool_tokens: int
-    pool_steps: int
-    packed_tokens: int
-    context_gib: float
-    context_tokens: int
-    repeats: int
-
-    def config(self, num_layers: int) -> LlamaConfig:
-        return LlamaConfig(**self.shape, num_hidden_layers=num_layers, max_position_embeddings=2**21, pad_token_id=0)
-
-    def workload(self, seq_len: int, loss: str = "chunked", tile_mlp: int = 1) -> ckpt.Workload:
-        """bf16 weights, one row, forward and backward."""
-        return ckpt.Workload(
-            batch_size=1, seq_len=seq_len, dtype="bf16_pure", optimizer=None, loss=loss, tile_mlp=tile_mlp
-        )
-
-
-_8B = {
-    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "rope_theta": 500_000,
-}  # fmt: skip
-_TINY = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
-# Few layers and, at 131,072 tokens, one step: a longer check would not end within four minutes.
-H200 = Scale(
-    "h200", "cuda", "h200", _8B, num_layers=4, exact_layers=2, exact_tokens=4096,
-    peaks=((4, 8192, 2), (2, 32_768, 2), (2, 131_072, 1)), auto_tokens=16_384, num_budgets=5,
-    offload_tokens=(16_384, 32_768), pool_tokens=8192, pool_steps=20, packed_tokens=8192,
-    context_gib=24.0, context_tokens=4096, repeats=5,
-)  # fmt: skip
-TOY = Scale(
-    "toy", "cpu", None, _TINY, num_layers=2, exact_layers=2, exact_tokens=64, peaks=((2, 64, 2),),
-    auto_tokens=128, num_budgets=3, offload_tokens=(64,), pool_tokens=64, pool_steps=4, packed_tokens=64, context_gib=0.0011, context_tokens=64, repeats=2,
-)  # fmt: skip
-SCALES = {scale.name: scale for scale in (H200, TOY)}
+from scripts.gpu_check_ahead import longest, planned, predicted, without_device
+from scripts.gpu_check_scale import CONTEXT_SIDES, STRATEGIES, Scale
 
 
 class OutOfTime(Exception):
@@ -137,7 +62,7 @@ class Check:
         if time.perf_counter() - self.start > self.seconds:
             raise OutOfTime(f"the {self.seconds:.0f} s allowed are used up")
 
-    # -- the model and its step -----------------------------------------------------------------------------------------
+    # -- the model and its step ---------------------------------------------------------------------------------------
 
     def model(self, num_layers: int) -> nn.Module:
         """Make the model in bf16 on the device, its weights drawn from a fixed seed."""
@@ -197,7 +122,7 @@ class Check:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             yield
 
-    # -- other processes --------------------------------------------------------------------------------------------------
+    # -- other processes ----------------------------------------------------------------------------------------------
 
     def ask(self, function: Callable, *args: Any) -> Future:
         """Have `function(scale name, *args)` run by another process; asked twice, run once."""
@@ -211,7 +136,7 @@ class Check:
             if self._pool is None:
                 workers = max(1, min(8, (os.cpu_count() or 2) - 2))
                 context = multiprocessing.get_context("spawn")
-                self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_without_device)
+                self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=without_device)
             return self._pool.submit(function, *args)
         future: Future = Future()
         try:
@@ -265,75 +190,3 @@ def step_of(model: nn.Module, ids: torch.Tensor, **inputs: Any) -> Callable[[], 
         return loss.detach()
 
     return step
-
-
-# -- run by other processes, which have no device ------------------------------------------------------------------------
-
-
-def _without_device() -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.set_num_threads(1)
-
-
-def predicted(scale_name: str, num_layers: int, seq_len: int, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Predict one length under some strategies, kernel workspaces of the device included."""
-    scale = SCALES[scale_name]
-    device = None if scale.hardware is None else find(scale.hardware)
-    simulator = Simulator(scale.config(num_layers), scale.workload(seq_len))
-    made = {}
-    for name in names:
-        strategy, tiles = STRATEGIES[name]
-        prediction = read(simulator.run(strategy, tile_mlp=tiles), simulator.work, device)
-        made[name] = prediction.to_dict()
-    return made
-
-
-def planned(scale_name: str, num_layers: int, seq_len: int, num_budgets: int) -> list[tuple[int, dict]]:
-    """Plan for budgets from the peak of `full` to that of `none`, in equal steps.
-
-    Return (budget in bytes, plan), the device's own workspaces in the budget but not in what is planned.
-    """
-    from ckpt.solver.frontier import Frontier
-
-    scale = SCALES[scale_name]
-    work = scale.workload(seq_len)
-    extra = 0 if scale.hardware is None else find(scale.hardware).fixed_bytes()
-    frontier = Frontier(Simulator(scale.config(num_layers), work), Auto(budget_gib=1.0, objective="flops").price())
-    least, most = frontier.full.peak_bytes, frontier.none.peak_bytes
-    plans = []
-    for k in range(num_budgets):
-        budget = least + (most - least) * k // (num_budgets - 1)
-        auto = Auto(budget_gib=budget / GIB, objective="flops")
-        plans.append((budget + extra, auto.plan_from(frontier, work).to_dict()))
-    return plans
-
-
-def longest(scale_name: str, budget_bytes: int, name: str, loss: str) -> int:
-    """Return the longest context whose predicted peak fits, a multiple of `context_tokens`; peaks rise with length.
-
-    name: of STRATEGIES, or "library": Transformers' own checkpointing of every layer, with full logits.
-    """
-    scale = SCALES[scale_name]
-    device = None if scale.hardware is None else find(scale.hardware)
-    strategy, tiles = STRATEGIES.get(name, (None, 1))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(scale.config(scale.num_layers), dtype=torch.bfloat16).train()
-    if name == "library":
-        model.activation_checkpointing_enable()
-
-    def peak(times: int) -> int:
-        simulator = Simulator(model, scale.workload(times * scale.context_tokens, loss))
-        return read(simulator.run(strategy, tile_mlp=tiles), simulator.work, device).peak_bytes
-
-    known = {times: peak(times) for times in (1, 2)}
-    if known[1] > budget_bytes:
-        raise ValueError(f"{name}: {scale.context_tokens} tokens do not fit {budget_bytes / GIB:.3g} GiB")
-    while True:  # the peak is nearly a line, so a few guesses along it find the last multiple that fits
-        fits = max(times for times, found in known.items() if found <= budget_bytes)
-        if fits + 1 in known:
-            return fits * scale.context_tokens
-        low, high = sorted(known)[-2:] if fits == max(known) else (fits, min(t for t in known if t > fits))
-        slope = (known[high] - known[low]) / (high - low)
-        guess = fits + int((budget_bytes - known[fits]) / slope)
-        guess = max(fits + 1, min(guess, 4 * fits if fits == max(known) else high - 1))
-        known[guess] = peak(guess)

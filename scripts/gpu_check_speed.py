@@ -13,9 +13,10 @@ import ckpt
 from ckpt.flops import FlopCounter
 from ckpt.plan import Plan
 from recipes.meter import device_peak
-from scripts.gpu_check_setup import CONTEXT_SIDES, STRATEGIES, Check, step_of
+from scripts.gpu_check_scale import CONTEXT_SIDES, STRATEGIES
+from scripts.gpu_check_setup import Check, step_of
 
-# Issue of the offload engine: within 10% of `full` where layers are long enough to hide the copies.
+# What is asked of offload: within 10% of `full`, where layers take long enough to hide the copies.
 OFFLOAD_RATIO = 1.10
 
 
@@ -75,8 +76,8 @@ def speed(check: Check) -> None:
         asked, ok = ("time < 1", ratio < 1) if name.startswith("auto") else ("-", None)
         check.note(
             f"T={seq_len:,}, {name}", asked,
-            f"{seq_len / median:,.0f} tokens/s, MFU {counter.total / median / most:.1%}, {peaks[name] / 2**30:.2f} GiB, "
-            f"{ratio:.3f} of the library's time",
+            f"{seq_len / median:,.0f} tokens/s, MFU {counter.total / median / most:.1%}, {peaks[name] / 2**30:.2f} GiB,"
+            f" {ratio:.3f} of the library's time",
             ok if check.is_cuda else None, seconds=found, peak_bytes=peaks[name], ratio=ratio,
         )  # fmt: skip
 
@@ -107,7 +108,8 @@ def context(check: Check) -> None:
             measured = check.peak(model, step_of(model, ids), inputs=(ids, ids.clone()))
         check.note(
             f"{name}, in {scale.context_gib:g} GiB", "fits",
-            f"{lengths[name]:,} tokens, {measured / 2**30:.3f} GiB, {lengths[name] / lengths['library']:.1f}x the library's",
+            f"{lengths[name]:,} tokens, {measured / 2**30:.3f} GiB, {lengths[name] / lengths['library']:.1f}x the "
+            "library's",
             measured <= scale.context_gib * 2**30, tokens=lengths[name], measured_bytes=measured,
         )  # fmt: skip
         del model
