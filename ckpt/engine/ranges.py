@@ -11,5 +11,5 @@ _NOTHING = nullcontext()
 
 
 def named(layer: str, what: str) -> AbstractContextManager:
-    """Return a profiler range, or nothing if no profiler runs (asking takes well under a microsecond, once a replay)."""
+    """Return a profiler range, or nothing if no profiler runs (asking takes well under a microsecond)."""
     return record_function(f"{layer} {what}") if torch.autograd._profiler_enabled() else _NOTHING
