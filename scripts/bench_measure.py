@@ -89,14 +89,11 @@ class Planner:
 
     def plan(self, row: Row, budget_bytes: int) -> Plan:
         """Plan within a budget, for least FLOPs. Raises ValueError if nothing fits."""
-        from ckpt.simulate import Simulator
-        from ckpt.solver.frontier import Frontier
-
-        auto = Auto(budget_gib=budget_bytes / GIB, objective="flops")
+        auto = Auto(budget_gib=budget_bytes / GIB, objective="flops", bitwise=True)
         work = self._case.workload(row.loss, row.tile_mlp)
         key = row.loss, row.tile_mlp
         if key not in self._frontiers:
-            self._frontiers[key] = Frontier(Simulator(self._case.model(), work), auto.price())
+            self._frontiers[key] = auto.frontier(self._case.model(), work)
         return auto.plan_from(self._frontiers[key], work)
 
 

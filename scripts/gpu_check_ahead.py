@@ -42,17 +42,15 @@ def planned(scale_name: str, num_layers: int, seq_len: int, num_budgets: int) ->
 
     Return (budget in bytes, plan), the device's own workspaces in the budget but not in what is planned.
     """
-    from ckpt.solver.frontier import Frontier
-
     scale = SCALES[scale_name]
     work = scale.workload(seq_len)
     extra = 0 if scale.hardware is None else find(scale.hardware).fixed_bytes()
-    frontier = Frontier(Simulator(scale.config(num_layers), work), Auto(budget_gib=1.0, objective="flops").price())
+    frontier = Auto(budget_gib=1.0, objective="flops", bitwise=True).frontier(scale.config(num_layers), work)
     least, most = frontier.full.peak_bytes, frontier.none.peak_bytes
     plans = []
     for k in range(num_budgets):
         budget = least + (most - least) * k // (num_budgets - 1)
-        auto = Auto(budget_gib=budget / GIB, objective="flops")
+        auto = Auto(budget_gib=budget / GIB, objective="flops", bitwise=True)
         plans.append((budget + extra, auto.plan_from(frontier, work).to_dict()))
     return plans
 
