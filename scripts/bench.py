@@ -103,11 +103,14 @@ def measure_cells(case: Case, store: Store, options: argparse.Namespace) -> None
         plan = None
         try:
             if row.budget_of is not None:
-                budget = int(store.cells[f"{losses}: {row.budget_of}"]["peak_bytes"] * row.budget_share)
+                other = store.cells.get(f"{losses}: {row.budget_of}", {})
+                if "peak_bytes" not in other:
+                    raise ValueError(f"{row.budget_of} has no peak to plan for")
+                budget = int(other["peak_bytes"] * row.budget_share)
                 plan = planner.plan(row, budget)
             # Where each side has its own loss, all are held against full logits: chunks reorder sums.
             cell = measured(case, row, rows(losses)["none"], reference, plan)
-        except (ValueError, KeyError, ImportError, RuntimeError) as error:
+        except (ValueError, ImportError, RuntimeError) as error:
             # No plan fits, or the row whose peak it needs has none, or a peer's policy breaks: here or at its import.
             if isinstance(error, (ImportError, RuntimeError)) and row.side != "peer":
                 raise

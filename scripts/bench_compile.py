@@ -99,12 +99,14 @@ def _turned(names: list[str], round_: int) -> list[str]:
 def _ready(case: Case, variant: Variant) -> tuple[Callable[[], None], tuple[int, torch.Tensor, list]]:
     """Prepare and compile a variant; return its step, and (peak bytes, loss, gradients) of one."""
     model, batch = case.model(), case.batch()
-    one = variant.row.prepare(model)
-    if variant.is_compiled:
-        # A backend of its own keeps this variant's code apart from others', which have the same forward.
-        def backend(graph, inputs):
-            return torch._inductor.compile_fx.compile_fx(graph, inputs)
 
+    # A backend of its own keeps this variant's code apart from others', which have the same forward.
+    def backend(graph, inputs):
+        return torch._inductor.compile_fx.compile_fx(graph, inputs)
+
+    is_lowered = variant.is_compiled and variant.row.side == "ours"
+    one = variant.row.prepare(model, compile={"backend": backend} if is_lowered else False)
+    if variant.is_compiled and not is_lowered:
         for layer in find_layers(model):
             layer.module.compile(backend=backend)
 

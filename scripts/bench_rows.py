@@ -25,6 +25,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import ckpt
 from ckpt.layers import find_layers
 
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -48,10 +50,10 @@ class Row:
     budget_of: str | None = None
     budget_share: float = 1.0
 
-    def prepare(self, model: nn.Module, strategy: Any = None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def prepare(self, model: nn.Module, strategy: Any = None, compile: Any = False) -> Step:
         """Put the row in force on a fresh model; return its step: tokens, labels (1, T) -> loss, and gradients.
 
-        strategy: the plan, for auto.
+        strategy: the plan, for auto. compile: as `ckpt.apply` takes it, for our strategies.
         """
         arguments: dict[str, Any] = {"use_cache": False}
         if self.loss == "trl":
@@ -61,7 +63,7 @@ class Row:
             arguments["fused_lm_head"] = True
         chosen = strategy or self.strategy or "none"
         if self.put is None or self.loss == "chunked":
-            ckpt.apply(model, chosen, loss=self.loss, tile_mlp=self.tile_mlp)
+            ckpt.apply(model, chosen, loss=self.loss, tile_mlp=self.tile_mlp, compile=compile)
         if self.put is not None:
             self.put(model)
 
