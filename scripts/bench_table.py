@@ -227,7 +227,10 @@ def draw(found: Found, path: Path) -> None:
         flops = {k: c["flops"] / mine[base]["flops"] for k, c in mine.items()}
         times = {k: statistics.median(r) for k in mine if (r := paired(rounds, k, base))}
         _panel(axes[0][column], mine, flops)
-        _panel(axes[1][column], mine, times)
+        if times:
+            _panel(axes[1][column], mine, times)
+        else:
+            axes[1][column].text(0.5, 0.5, "not timed", ha="center", va="center", transform=axes[1][column].transAxes)
         axes[0][column].set_title(f"{case['family']} {case['num_layers']} x 256, T={case['seq_len']:,}", fontsize=10)
         axes[1][column].set_xlabel("peak live MiB")
     axes[0][0].set_ylabel("FLOPs / none")
@@ -239,6 +242,7 @@ def _panel(axis: Any, cells: Mapping[str, Any], values: Mapping[str, float]) -> 
     auto = sorted((cells[k]["peak_bytes"] / MIB, v) for k, v in values.items() if k.startswith("same: auto"))
     if auto:
         axis.plot(*zip(*auto, strict=True), color="#55a868", marker=".", linewidth=1.4, label="auto", zorder=1)
+    names: dict[tuple[float, float], list[str]] = {}
     for key, value in values.items():
         name = key.removeprefix("same: ")
         if name.startswith("auto"):
@@ -246,6 +250,8 @@ def _panel(axis: Any, cells: Mapping[str, Any], values: Mapping[str, float]) -> 
         side = "ours" if cells[key]["side"] == "ours" else "library" if name.startswith(("library", "none")) else "peer"
         at = cells[key]["peak_bytes"] / MIB, value
         axis.scatter(*at, s=26, zorder=2, **_STYLE[side])
-        axis.annotate(name, at, fontsize=6, xytext=(3, 3), textcoords="offset points")
+        names.setdefault((round(at[0], 0), round(at[1], 2)), []).append(name)
+    for at, found in names.items():  # points that coincide share a label
+        axis.annotate(", ".join(found), at, fontsize=6, xytext=(3, 4), textcoords="offset points")
     axis.grid(alpha=0.3)
     axis.tick_params(labelsize=8)
