@@ -185,7 +185,8 @@ def readme(found: Found) -> list[str]:
     lines.append("")
     for other in others:
         ratios = [p["flops"] for p in auto_pairs(found[other]["cells"], []).values() if p["peer"] != "same: none"]
-        refused = [k.partition(": ")[2] for k, c in found[other]["cells"].items() if "Error" in c.get("refused", "")]
+        theirs = {k: c for k, c in found[other]["cells"].items() if c["side"] == "peer" and k.startswith("same:")}
+        refused = [k.partition(": ")[2] for k, c in theirs.items() if "refused" in c]
         if ratios:
             more = f"; {', '.join(refused)} failed" if refused else ""
             lines.append(
