@@ -9,6 +9,7 @@ import zoo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt
+import ckpt.tiling
 from ckpt.engine.chains import find_chains
 from ckpt.flops import FlopCounter
 from ckpt.layers import find_layers
@@ -23,6 +24,11 @@ STRATEGIES = {
     "offload": ckpt.Offload(),
     "offload_disk": ckpt.Offload("disk"),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_norm_is_too_narrow(monkeypatch):
+    monkeypatch.setattr(ckpt.tiling, "NARROW_NORM", 0)
 
 
 def check(model, strategy, tiles=3, lengths=(16, 13), tolerance=1e-6, **settings):
@@ -217,6 +223,15 @@ def test_norms_that_stand_alone_are_tiled_too():
     assert check(model, "full").num_norms_tiled == 4
     found = find_chains(model, [layer.module for layer in find_layers(model)])
     assert sorted(c.names for c in found.norms) == [("input_layernorm",)] * 3 + [("model.norm",)]
+
+
+def test_narrow_norms_are_left_whole(monkeypatch):
+    model = zoo.build("llama", layers=3)
+    width = model.config.hidden_size
+    monkeypatch.setattr(ckpt.tiling, "NARROW_NORM", width + 1)
+    assert check(model, "full").num_norms_tiled == 0
+    monkeypatch.setattr(ckpt.tiling, "NARROW_NORM", width)
+    assert check(model, "full").num_norms_tiled == 4
 
 
 def test_norms_of_single_heads_are_not_taken_for_norms_of_tokens():
