@@ -41,12 +41,10 @@ def model_without_weights(cfg: Config, config: PreTrainedConfig) -> nn.Module:
 
 
 def refuse_what_is_not_predicted(cfg: Config) -> None:
-    """Raise ValueError for keys whose effect on memory is not predicted: degrees of parallelism, compilation."""
+    """Raise ValueError for keys whose effect on memory is not predicted: compilation, degrees that a launch decides."""
     for name, degree in parallel_degrees(cfg).items():
-        if degree > 1:
-            raise ValueError(
-                f"parallel.{name}={degree}: bytes per rank are not predicted yet. Leave it out to plan one rank alone."
-            )
+        if degree < 1:
+            raise ValueError(f"parallel.{name}={degree}: say how many; no launch is there to tell.")
     if cfg.compile:
         raise ValueError("compile=true is not predicted: compiled layers allocate as their compiler decides.")
 

@@ -112,7 +112,10 @@ def diff(paths: Sequence[str]) -> None:
 def command(overrides: Sequence[str], words: Sequence[str]) -> str:
     """The command that trains what was planned, to copy."""
     kept = [word for word in words if not _HOW.match(word)]
-    return shlex.join(["python", "train.py", *overrides, *kept])
+    start = ["python", "train.py"]
+    if any(word.startswith("parallel.") for word in words):
+        start = ["scripts/launch/torchrun.sh"]
+    return shlex.join([*start, *overrides, *kept])
 
 
 def _overrides() -> list[str]:

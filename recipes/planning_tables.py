@@ -33,6 +33,12 @@ def show(console: Console, found: dict[str, Any], cfg: Config, folder: Path) -> 
     )
     _show_all(console, found) if "rows" in found else _show_one(console, found)
     console.print(f"assumed: {'; '.join(found['prediction'].assumptions)}", markup=False)
+    if work.num_ranks > 1:
+        mesh = ", ".join(f"{name} {degree}" for name, degree in work.mesh.items())
+        console.print(
+            f"one rank of {work.num_ranks} ({mesh}): bytes and tokens/s are its own; times leave communication out",
+            markup=False,
+        )
     console.print(f"files: {folder}", markup=False)
     console.print(f"\n{found['command']}", markup=False)
 

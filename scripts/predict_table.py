@@ -1,10 +1,10 @@
-"""Predicted against measured peaks on the CPU, over architectures, strategies, lengths, losses, packing: the error table.
+"""Predicted against measured peaks on the CPU: the error table over architectures, strategies, lengths, losses, packing.
 
     python scripts/predict_table.py [--models llama,gpt2] [--lengths 512,4096] [--markdown docs/prediction.md]
 
-Every cell makes two real optimizer steps (forward, backward, AdamW) under `ckpt.measure` and takes the higher peak, then
-predicts the same. Lines are printed as they come; the last ones sum up. With both lengths it takes about 20 minutes of one
-core; rows of 4096 tokens under gemma2's eager attention need 6 GiB.
+Every cell makes two real optimizer steps (forward, backward, AdamW) under `ckpt.measure` and takes the higher peak,
+then predicts the same. Lines are printed as they come; the last ones sum up. With both lengths it takes about 20 minutes
+of one core; rows of 4096 tokens under gemma2's eager attention need 6 GiB.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _PLAIN,
     "qwen3": _PLAIN,
-    "gemma2": {**_PLAIN, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 256},
+    "gemma2": _PLAIN
+    | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 256},
     "gpt2": {"vocab_size": 1000, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 8192, "attn_pdrop": 0.0},
     "mixtral": {**_PLAIN, **_EXPERTS},
     "phi3": {**_PLAIN, "sliding_window": None},
@@ -65,6 +66,8 @@ NUM_DOCUMENTS = 5
 
 @dataclass(frozen=True)
 class Cell:
+    """One row of the table: a model's step."""
+
     model: str
     strategy: str
     seq_len: int
@@ -169,7 +172,8 @@ def main() -> None:
 _HEADER = (
     "# Predicted against measured peaks",
     "",
-    "Live bytes on the CPU, fp32, optimizer step included; `python scripts/predict_table.py --markdown docs/prediction.md`.",
+    "Live bytes on the CPU, fp32, optimizer step included;",
+    "`python scripts/predict_table.py --markdown docs/prediction.md`.",
     f"Strategies: {', '.join(STRATEGIES)}; loss full and chunked; packing where the family can keep documents apart.",
     "",
 )

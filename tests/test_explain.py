@@ -47,6 +47,7 @@ def test_each_op_has_both_price_tags_and_a_reason(selective):
     assert kind.to_dict()["ops"][0]["why"]
 
 
+@pytest.mark.slow
 def test_layers_that_do_other_things_are_told_apart():
     config = config_of("llama")
     every = predict(config, ckpt.EveryN(2), WORK)

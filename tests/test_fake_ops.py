@@ -73,7 +73,6 @@ def test_more_tokens_or_rows_never_predict_less(tokens, more, rows, more_rows, s
     [
         ({"hardware": "b100"}, "hardware 'b100' is unknown. Did you mean h100"),
         ({"strategy": "ful"}, "ful"),
-        ({"work": WORK.replace(mesh={"shard": 2})}, "bytes per rank"),
         ({"model": torch.nn.Linear(2, 2)}, "layer"),
         ({"model": "llama"}, "needs a model, a Transformers config or a model on meta, got str"),
     ],

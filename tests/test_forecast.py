@@ -23,7 +23,7 @@ def summary_of(run):
 @pytest.mark.parametrize(
     "values",
     [
-        {"strategy": {"name": "full"}, "grad_accum": 2, "dtype": "bf16"},
+        pytest.param({"strategy": {"name": "full"}, "grad_accum": 2, "dtype": "bf16"}, marks=pytest.mark.slow),
         {"strategy": {"name": "selective"}, "tile_mlp": "auto", "loss": "full"},
         pytest.param(
             {"strategy": {"name": "auto", "budget_gib": 0.02, "objective": "flops"}, "steps": 3},

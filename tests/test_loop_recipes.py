@@ -90,7 +90,7 @@ def test_run_leaves_every_file_and_field(tmp_path, text):
     assert manifest["utilization"]["peak_flops"] > 0 and "Model FLOPs" in manifest["utilization"]["convention"]
 
 
-@pytest.mark.parametrize("loss", ["chunked", "full"])
+@pytest.mark.parametrize("loss", ["chunked", pytest.param("full", marks=pytest.mark.slow)])
 def test_every_strategy_logs_the_same_losses_bit_for_bit(tmp_path, text, loss):
     strategies = [
         {"name": "none"},

@@ -79,6 +79,7 @@ def test_nothing_that_fits_is_a_clear_error(in_tmp):
         search(hardware={"memory_gib": 0.0001})
 
 
+@pytest.mark.slow
 def test_host_memory_limits_what_is_offloaded(in_tmp):
     offload = {"strategy": {"name": "offload"}, "hardware": {"memory_gib": 0.01}}
     free, record = search(**offload)

@@ -15,7 +15,8 @@ LONG = 1024  # tokens a row from which a twin takes more than a few seconds
 
 def twin(path):
     tokens = int(re.search(r"^seq_len: (\d+)", path.read_text(), re.MULTILINE)[1])
-    return pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if tokens >= LONG else [])
+    slow = tokens >= LONG or path.stem != "llama3_8b_32k_lora_cpu"  # one stands for all in the default suite
+    return pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if slow else [])
 
 
 @pytest.mark.parametrize("path", [twin(path) for path in TWINS])

@@ -10,6 +10,7 @@ import wandb
 
 from recipes import tracking
 from recipes.config import from_dict
+from recipes.distributed import Ranks
 from recipes.rundir import open_run
 
 KEY_HOMES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC")
@@ -105,9 +106,8 @@ def test_tracker_none_starts_nothing(in_tmp, stand_in):
     assert stand_in == []
 
 
-def test_other_ranks_start_nothing(in_tmp, stand_in, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    with open_run(config()) as run:
+def test_other_ranks_start_nothing(in_tmp, stand_in):
+    with open_run(config(), Ranks(rank=3, num_ranks=4)) as run:
         run.log({"step": 1})
     assert stand_in == []
 
