@@ -1,10 +1,10 @@
-"""Predicted against measured peaks on the CPU: the error table over architectures, strategies, lengths, losses, packing.
+"""Predicted against measured peaks on the CPU, by architecture, strategy, length, loss and packing: the error table.
 
     python scripts/predict_table.py [--models llama,gpt2] [--lengths 512,4096] [--markdown docs/prediction.md]
 
 Every cell makes two real optimizer steps (forward, backward, AdamW) under `ckpt.measure` and takes the higher peak,
-then predicts the same. Lines are printed as they come; the last ones sum up. With both lengths it takes about 20 minutes
-of one core; rows of 4096 tokens under gemma2's eager attention need 6 GiB.
+then predicts the same. Lines are printed as they come; the last ones sum up. With both lengths it takes about 20
+minutes of one core; rows of 4096 tokens under gemma2's eager attention need 6 GiB.
 """
 
 from __future__ import annotations
