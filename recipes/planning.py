@@ -18,7 +18,7 @@ from ckpt import hardware
 from ckpt.attention import choose, prepare
 from ckpt.hardware import GIB, Device
 from ckpt.predict import as_device
-from recipes.config import Config, parallel_degrees
+from recipes.config import Config
 from recipes.loop import unwrapped
 from recipes.model import add_adapter, build_model
 from recipes.precision import DTYPES
@@ -41,10 +41,7 @@ def model_without_weights(cfg: Config, config: PreTrainedConfig) -> nn.Module:
 
 
 def refuse_what_is_not_predicted(cfg: Config) -> None:
-    """Raise ValueError for keys whose effect on memory is not predicted: compilation, degrees that a launch decides."""
-    for name, degree in parallel_degrees(cfg).items():
-        if degree < 1:
-            raise ValueError(f"parallel.{name}={degree}: say how many; no launch is there to tell.")
+    """Raise ValueError for a key whose effect on memory is not predicted. A degree of -1 plans one rank alone."""
     if cfg.compile:
         raise ValueError("compile=true is not predicted: compiled layers allocate as their compiler decides.")
 

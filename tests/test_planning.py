@@ -91,6 +91,20 @@ def test_one_strategy_is_shown_op_by_op_and_saved_as_a_plan(tmp_path, capsys, mo
     assert "the two plans do the same" in capsys.readouterr().out
 
 
+def test_one_rank_of_many_is_planned_with_its_share_of_the_states(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(planning_program, "search_longest", lambda *args: 8192)
+    found = {}
+    for shard in (1, 2):
+        mesh = {"parallel": {"shard": shard}, "hardware": {"name": "h100"}}
+        cfg = config(tmp_path, strategy={"name": "full"}, output="table", **mesh)
+        planning_program.main(cfg, [f"parallel.shard={shard}"])
+        text = capsys.readouterr().out
+        written = json.loads((tmp_path / "full-tiny-64" / "prediction.json").read_text())
+        found[shard] = written["residents"]["optimizer_state"]
+    assert "one rank of 2 (shard 2)" in text and "scripts/launch/torchrun.sh +strategy=full" in text
+    assert found[2] == pytest.approx(found[1] / 2, rel=0.02)
+
+
 def test_nothing_fits_says_what_would_help(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(planning_rows, "STRATEGIES", (("none", {}),))
     cfg = config(tmp_path, output="table", hardware={"name": "h100", "memory_gib": 0.0001})
@@ -102,7 +116,6 @@ def test_nothing_fits_says_what_would_help(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"parallel": {"shard": 8}}, "parallel.shard=8: bytes per rank are not predicted yet"),
         ({"compile": True}, "compile=true is not predicted"),
         ({"model": {**SMALL, "config": {"model_type": "llamma"}}}, "no architecture.*Did you mean 'llama'"),
         ({"model": {**SMALL, "config": {"model_type": "vit"}}}, "no causal language model"),
