@@ -133,7 +133,7 @@ class Audit:
             said.setdefault(line, []).append(tile.index)
         for index, reason in self.not_tiled.items():
             said.setdefault(f"not tiled: {reason}", []).append(index)
-        lines = [f"layers {_ranges(indices)}: {line}" for line, indices in said.items()]
+        lines = [f"layers {ranges(indices)}: {line}" for line, indices in said.items()]
         return [*lines, f"{self.num_norms_tiled} norms in tiles"] if self.num_norms_tiled else lines
 
     def _offload_lines(self) -> list[str]:
@@ -194,7 +194,7 @@ def _offload_of(applied: Applied) -> OffloadAudit | None:
     return OffloadAudit(store.target, store.moved_bytes, store.peak_bytes, store.stall_seconds)
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """Write rising numbers as ranges: 0-3, 7."""
     parts: list[list[int]] = []
     for n in numbers:

@@ -131,7 +131,7 @@ def apply(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch module, not {type(model).__name__}")
     dynamic = (dynamic,) if isinstance(dynamic, str) else tuple(dynamic)
-    if compile and not hasattr(strategy, "policy") and hasattr(strategy, "plan"):
+    if compile and strategies.makes_plan(strategy):
         raise ValueError(f"compile=True with strategy {strategy.name}: plans cannot be lowered. Use compile=False.")
     policy = resolve(strategy, model, workload)
     # A plan that was made together with them brings its own.
@@ -176,7 +176,7 @@ def resolve(strategy, model=None, workload=None) -> Policy:
         raise ValueError(f"strategy is the class {strategy.__name__}; make an object of it: {strategy.__name__}()")
     if hasattr(strategy, "rule") and hasattr(strategy, "decide"):
         return strategy
-    if hasattr(strategy, "plan") and not hasattr(strategy, "policy"):
+    if strategies.makes_plan(strategy):
         if workload is None:
             raise ValueError(
                 f"strategy {strategy.name} plans for a workload: ckpt.apply(model, strategy, ckpt.Workload(...))"

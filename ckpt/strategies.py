@@ -281,6 +281,11 @@ def _fits(pattern: str, key: OpKey) -> bool:
 STRATEGIES = {cls.name: cls for cls in (KeepAll, Full, EveryN, Segments, Selective, Offload, Auto, FromPlan)}
 
 
+def makes_plan(strategy: object) -> bool:
+    """Tell whether a strategy needs a model and a workload to decide, as `Auto` does; others have a policy at once."""
+    return hasattr(strategy, "plan") and not hasattr(strategy, "policy")
+
+
 def make(name: str, **settings):
     """Make a strategy by its name.
 

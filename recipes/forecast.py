@@ -59,7 +59,7 @@ def foresee(cfg: Config, config: PreTrainedConfig, device: torch.device, run: Ru
     generators, simulator = rng_state(), None
     try:
         simulator = Simulator(model_without_weights(cfg, config), workload_of(cfg))
-        if hasattr(strategy, "plan") and not hasattr(strategy, "policy"):
+        if strategies.makes_plan(strategy):
             strategy = strategy.plan(simulator, simulator.work, progress=run.console.say)
             run.console.say(told(strategy.source))
         tiles = cfg.tile_mlp

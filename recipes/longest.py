@@ -159,7 +159,7 @@ def find_longest(cfg: Config, run: RunDir, start: Sequence[str]) -> dict[str, An
 def planned(cfg: Config, model: Any, work: Any) -> Any:
     """Return the strategy to predict; one that plans by a budget is planned first."""
     strategy = strategies.make(cfg.strategy.name, **cfg.strategy.fields)
-    return strategy.plan(model, work) if hasattr(strategy, "plan") and not hasattr(strategy, "policy") else strategy
+    return strategy.plan(model, work) if strategies.makes_plan(strategy) else strategy
 
 
 def confirm(fits: Callable[[int], bool], predicted: int, step: int, most: int) -> int:

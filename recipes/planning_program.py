@@ -30,7 +30,17 @@ from recipes.device import choose_device
 from recipes.model import load_config
 from recipes.picture import draw_memory
 from recipes.planning import model_without_weights, refuse_what_is_not_predicted, target_device
-from recipes.planning_rows import Say, best, label_of, plan_rows, predicted, search_longest, smallest, what_holds_most
+from recipes.planning_rows import (
+    Say,
+    best,
+    label_of,
+    plan_rows,
+    predicted,
+    search_longest,
+    smallest,
+    what_holds_most,
+    words_of,
+)
 from recipes.rundir import write_atomically
 from recipes.workload import workload_of
 
@@ -77,7 +87,7 @@ def _one(cfg: Config, model: nn.Module, device: Any, say: Say) -> dict[str, Any]
     chosen = cfg.strategy
     strategy = strategies.make(chosen.name, **chosen.fields)
     simulator = Simulator(model, workload_of(cfg))
-    if hasattr(strategy, "plan") and not hasattr(strategy, "policy"):
+    if strategies.makes_plan(strategy):
         strategy = strategy.plan(simulator, simulator.work, progress=say)
     made = dict(getattr(strategy, "source", {}))
     say(f"predicting {label_of(chosen.name, chosen.fields)}")
@@ -89,14 +99,13 @@ def _one(cfg: Config, model: nn.Module, device: Any, say: Say) -> dict[str, Any]
     say("looking for the longest sequence that fits")
     tokens = search_longest(model, strategy, work, device, prediction)
     asked = {"strategy": {"name": chosen.name, **chosen.fields}, "workload": work.to_dict()}
-    words = [f"+strategy={chosen.name}", *(f"strategy.{k}={v}" for k, v in chosen.fields.items() if v is not None)]
     return {
         "prediction": prediction,
         "kinds": explain(prediction, device=device, records=records),
         "plan": plan_of(prediction, made | asked),
         "longest_seq_len": tokens,
         "note": told(made),
-        "overrides": tuple(words),
+        "overrides": words_of(chosen.name, chosen.fields),
         "label": label_of(chosen.name, chosen.fields),
     }
 

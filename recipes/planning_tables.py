@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ckpt.audit import ranges
 from ckpt.explain import FREE, LayerKind, OpRow
 from ckpt.plan_diff import Change
 from ckpt.predict import Prediction
@@ -173,10 +174,4 @@ def spans(numbers: Sequence[int]) -> str:
     steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 4 and len(steps) == 1 and steps != {1}:
         return f"{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}"
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and n == parts[-1][1] + 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    return ranges(numbers)
