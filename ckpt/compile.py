@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,14 +45,14 @@ def lower(
     replayed = [layer for layer, rule in zip(layers, rules, strict=True) if rule.replay]
     _refuse(policy, rules, replayed, tile_mlp, dynamic)
     compiled = Compiled(Tags(policy), rules, [_Watched(layer.module, layer.index, layer.name) for layer in replayed])
-    function = _lowered(compiled.tags)  # one for all: dynamo guards on it, so a second one is a second graph
+    function, own_call = _lowered(compiled.tags), _own_call()  # one of each for all layers: equal ones share a graph
     for layer, rule in zip(layers, rules, strict=True):
         if rule.replay:
             applied._set(layer.module, "_gradient_checkpointing_func", function)
             applied._set(layer.module, "gradient_checkpointing", True)
         elif layer.is_native and "gradient_checkpointing" in layer.module.__dict__:
             applied._set(layer.module, "gradient_checkpointing", False)
-        call = torch.compile(layer.module._call_impl, **({} if options is True else options))
+        call = torch.compile(MethodType(own_call, layer.module), **({} if options is True else options))
         applied._set(layer.module, "_compiled_call_impl", call)
     return compiled
 
@@ -126,6 +127,20 @@ def _lowered(tags: Tags) -> Callable[..., Any]:
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
     return lowered
+
+
+def _own_call() -> Callable[..., Any]:
+    """Make a function that calls a module as the module calls itself, with code of its own.
+
+    Dynamo keeps graphs by code, and guards on a function's code, not on what it closes over: with `Module._call_impl`
+    a model would run graphs made for an earlier policy or for another model, and share their limit of 8 recompilations.
+    """
+
+    def call(self, *args, **kwargs):
+        return self._call_impl(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
+    return call
 
 
 class CompiledGuard:

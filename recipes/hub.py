@@ -29,6 +29,14 @@ PACKAGE = "package:"
 """Prefix of a `model.name` that is a folder inside an installed Python package."""
 
 
+class Unreachable(ValueError):
+    """Files of a model could not be had. is_folder: they were looked for in a folder, not on a hub."""
+
+    def __init__(self, message: str, is_folder: bool):
+        super().__init__(message)
+        self.is_folder = is_folder
+
+
 def from_where(chosen: Model) -> dict[str, Any]:
     """Return what selects files of a model, as all `from_pretrained` take it."""
     # trust_remote_code is given even when false: left out, Transformers asks at the terminal.
@@ -66,7 +74,7 @@ def reach(chosen: Model, load: Callable[[str], Any], what: str = "model ") -> An
                 "Fetch it where there is a network (hf download, after hf auth login if it is gated), give a folder as "
                 "model.name, or train its shape alone: model.init=random with model.config and model.tokenizer=byte."
             )
-        raise ValueError(f"{what}{chosen.name} cannot be loaded: {first_line(error)} {fix}") from error
+        raise Unreachable(f"{what}{chosen.name} cannot be loaded: {first_line(error)} {fix}", is_folder) from error
 
 
 @contextlib.contextmanager

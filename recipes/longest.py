@@ -23,7 +23,7 @@ from recipes.device import choose_device
 from recipes.errors import RunStopped
 from recipes.manifest import SCHEMA_VERSION
 from recipes.model import load_config
-from recipes.planning import model_without_weights, target_device
+from recipes.planning import model_without_weights, target_device, with_known_shape
 from recipes.recorded import check_schema, read_object
 from recipes.rng import rng_state, set_rng_state
 from recipes.rundir import RunDir, read_json
@@ -133,9 +133,9 @@ def find_longest(cfg: Config, run: RunDir, start: Sequence[str]) -> dict[str, An
     """
     here = choose_device(cfg.device)
     target = target_device(cfg, here)
-    search = Search(cfg, run, target)
+    search = Search(with_known_shape(cfg, run.console.say), run, target)
     search.save()
-    most = min(cfg.search.most, positions_of(cfg))
+    most = min(cfg.search.most, positions_of(search.cfg))
     found = longest(search.predicted_peak, search.budget_bytes, step=cfg.search.step, most=most)
     if not found.seq_len:
         raise ValueError(

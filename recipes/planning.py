@@ -9,6 +9,7 @@ Used by every training run before its first step (`recipes/forecast.py`) and by 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -19,8 +20,9 @@ from ckpt.attention import choose, prepare
 from ckpt.hardware import GIB, Device
 from ckpt.predict import as_device
 from recipes.config import Config
+from recipes.hub import Unreachable
 from recipes.loop import unwrapped
-from recipes.model import add_adapter, build_model
+from recipes.model import add_adapter, build_model, load_config
 from recipes.precision import DTYPES
 
 
@@ -38,6 +40,22 @@ def model_without_weights(cfg: Config, config: PreTrainedConfig) -> nn.Module:
     chosen = choose(unwrapped(model), requested, dtype=DTYPES[cfg.dtype], packing=packing, seq_len=cfg.seq_len)
     prepare(model, packing, chosen.implementation)
     return model
+
+
+def with_known_shape(cfg: Config, say: Callable[[str], None]) -> Config:
+    """Return `cfg` to plan by: where a hub's model is out of reach (no network, no licence accepted yet), the shape
+    that `model.config` writes out for it, which is said. A folder that cannot be read stays an error.
+
+    Raises ValueError as `load_config` does.
+    """
+    try:
+        load_config(cfg.model, 1)
+    except Unreachable as error:
+        if error.is_folder or not cfg.model.config:
+            raise
+        say(f"{cfg.model.name} is out of reach: planned by the shape that model.config gives")
+        return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, init="random"))
+    return cfg
 
 
 def refuse_what_is_not_predicted(cfg: Config) -> None:

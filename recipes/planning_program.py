@@ -29,7 +29,7 @@ from recipes.console import Console
 from recipes.device import choose_device
 from recipes.model import load_config
 from recipes.picture import draw_memory
-from recipes.planning import model_without_weights, refuse_what_is_not_predicted, target_device
+from recipes.planning import model_without_weights, refuse_what_is_not_predicted, target_device, with_known_shape
 from recipes.planning_rows import (
     Say,
     best,
@@ -53,6 +53,7 @@ def main(cfg: Config, words: Sequence[str] | None = None) -> None:
     words = _overrides() if words is None else words
     console = Console(cfg.output)
     refuse_what_is_not_predicted(cfg)
+    cfg = with_known_shape(cfg, console.say)
     config = load_config(cfg.model, cfg.seq_len)
     model = model_without_weights(cfg, config)
     device = target_device(cfg, choose_device(cfg.device))

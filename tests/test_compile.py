@@ -207,6 +207,30 @@ def test_other_lengths_stay_right():
     handle.undo()
 
 
+def test_each_policy_and_each_model_is_compiled_for_itself():
+    """Dynamo must not hand one policy's graphs to the next, nor one model's to another, however many there were."""
+    (model, inputs), (other, _) = small(layers=1), small(layers=1)
+    expected = exactness.run_step(model, inputs)
+    backend = Counting()  # one for all, as with "inductor": graphs are kept by backend too
+    options = {"backend": backend, "fullgraph": True}
+    beside = ckpt.apply(other, "full", compile=options)
+    exactness.run_step(other, inputs)
+    again = {}
+    for turn in range(4):  # one function is compiled 8 times at most
+        for name in ("full", "selective", "none"):
+            backend.num_graphs = 0
+            backend.backward.clear()
+            handle = ckpt.apply(model, name, compile=options)
+            got = exactness.run_step(model, inputs)
+            handle.undo()
+            assert backend.num_graphs == 1, (name, turn)
+            assert all(torch.equal(got.gradients[n], gradient) for n, gradient in expected.gradients.items()), name
+            assert again.setdefault(name, counts(backend)) == counts(backend), (name, turn)
+    assert again["full"] > again["selective"] > again["none"]
+    exactness.run_step(other, inputs)
+    beside.undo()
+
+
 @pytest.mark.slow
 def test_inductor_agrees_with_eager():
     """Fused kernels round otherwise than eager ones; nothing else may differ."""

@@ -13,6 +13,7 @@ from ckpt.predict import predict
 from recipes import planning_program, planning_rows, planning_tables
 from recipes.cli import compose
 from recipes.config import from_dict
+from recipes.planning import with_known_shape
 from recipes.workload import workload_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,6 +51,18 @@ def test_table_predicts_what_predict_does_and_marks_what_fits(planned):
         assert row["fits"] == (row["peak_bytes"] <= found["device_bytes"])
         assert row["fits"] == (row["longest_seq_len"] >= cfg.seq_len)
     assert "matched no op" in rows["selective (keep=no_op)"]["error"]
+
+
+def test_a_model_out_of_reach_is_planned_by_its_written_out_shape_and_that_is_said(tmp_path):
+    hub = dict(SMALL) | {"init": "pretrained", "name": "some-owner/no-such-model"}
+    said = []
+    cfg = with_known_shape(config(tmp_path, model=hub), said.append)
+    assert cfg.model.init == "random" and "out of reach" in said[0]
+    reached = config(tmp_path)
+    assert with_known_shape(reached, said.append) is reached and len(said) == 1
+    for unknown in ({"config": {}}, {"name": str(tmp_path)}):  # no shape is known; a folder that holds no model
+        with pytest.raises(ValueError, match="cannot be loaded"):
+            with_known_shape(config(tmp_path, model=hub | unknown), said.append)
 
 
 def test_table_advises_the_fastest_that_fits_and_its_command_can_be_copied(planned):
