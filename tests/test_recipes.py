@@ -21,9 +21,16 @@ def command(file):
     return words
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("file", TWINS, ids=lambda file: file.stem)
+def marked(file):
+    """One twin stands for all in the default suite; with 1,024 tokens a row and more they take minutes."""
+    slow = file.stem != "llama3_8b_32k_lora_cpu"
+    return pytest.param(file, id=file.stem, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("file", [marked(file) for file in TWINS])
 def test_a_twin_trains_by_its_headers_command_to_its_headers_result(in_tmp, file):
+    if "/peft: lora" in file.read_text():
+        pytest.importorskip("peft")
     cfg = compose([*command(file), "tracker=none", "name=twin", "device=cpu"])
     with contextlib.redirect_stdout(None):
         train.train(cfg)
@@ -38,4 +45,4 @@ def test_a_twin_trains_by_its_headers_command_to_its_headers_result(in_tmp, file
 
 def test_every_recipe_of_a_size_has_its_twin():
     big = {file.stem for file in (CONF / "recipe").glob("*_*.yaml")} - {file.stem for file in TWINS}
-    assert {f"{name}_cpu" for name in big} == {file.stem for file in TWINS} and len(big) >= 3
+    assert {f"{name}_cpu" for name in big} == {file.stem for file in TWINS} and len(big) >= 6
