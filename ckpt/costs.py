@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckpt.collectives import Collective, collective_of, only_waits
 from ckpt.engine.keys import canonical_op
 from ckpt.flops import op_bytes_moved, op_flops
 from ckpt.flops_attention import attention_layout
@@ -30,7 +31,8 @@ class OpCost(NamedTuple):
     weight: how many. position: changes of memory logged when its results were. op: canonical name. dtype: of its first
     floating-point tensor. is_attention: a fused attention kernel, forward or backward. is_replay: run again in
     backward, for gradients alone. shapes: of its tensor arguments, where a device's kernel may need scratch that
-    depends on them (attention).
+    depends on them (attention). collective: what it exchanges with other ranks; its bytes are the link's, not the
+    memory's.
     """
 
     position: int
@@ -42,6 +44,7 @@ class OpCost(NamedTuple):
     is_replay: bool
     shapes: tuple[torch.Size, ...]
     weight: int
+    collective: Collective | None = None
 
 
 class CostMode(TorchDispatchMode):
@@ -72,8 +75,12 @@ class CostMode(TorchDispatchMode):
         kwargs = kwargs or {}
         is_replay = in_backward() != -1 and _is_forward(func)
         out = func(*args, **kwargs)
-        num_bytes, flops = op_bytes_moved(func, args, out, kwargs), op_flops(func, args, kwargs, out)
-        if flops or num_bytes:
+        if only_waits(func):
+            return out
+        collective = collective_of(func, args, kwargs)
+        num_bytes = 0 if collective else op_bytes_moved(func, args, out, kwargs)
+        flops = op_flops(func, args, kwargs, out)
+        if flops or num_bytes or collective:
             given = flat_tensors(args)
             floating = next((t.dtype for t in (*given, *flat_tensors(out)) if t.is_floating_point()), torch.float32)
             name = canonical_op(func)
@@ -83,8 +90,9 @@ class CostMode(TorchDispatchMode):
             shapes = tuple(t.shape for t in given) if attention else ()
             self.rows.append(
                 OpCost(
-                    self._ledger.position, name, flops, num_bytes, floating, attention, is_replay, shapes, self._weight
-                )
+                    self._ledger.position, name, flops, num_bytes, floating, attention, is_replay, shapes, self._weight,
+                    collective,
+                )  # fmt: skip
             )
         return out
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ckpt.costs import OpCost
+from ckpt.links import LINKS, Links, StepTime, step_time
 
 GIB = 1024**3
 
@@ -37,9 +38,9 @@ class Device:
     """One device.
 
     memory_bytes: what torch reports as total. flops: dense peak FLOP/s by dtype. bandwidth, link_bandwidth: bytes/s of
-    its memory, and between it and the host. matmul_share, attention_share, bandwidth_share: parts of the peaks that
-    real kernels reach. op_seconds: least time of one op. cublas_bytes: workspace of one cuBLAS handle; None: no CUDA
-    device.
+    its memory, and between it and the host. links: to other devices. matmul_share, attention_share, bandwidth_share:
+    parts of the peaks that real kernels reach. op_seconds: least time of one op. cublas_bytes: workspace of one cuBLAS
+    handle; None: no CUDA device.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Device:
     flops: Mapping[torch.dtype, float]
     bandwidth: float
     link_bandwidth: float
+    links: Links = Links(node=LINKS["pcie4"])
     matmul_share: float = 0.75
     attention_share: float = 0.6
     bandwidth_share: float = 0.85
@@ -69,11 +71,18 @@ class Device:
         return self.memory_bytes - self.reserved_bytes
 
     def seconds(self, rows: Iterable[OpCost]) -> float:
-        """Estimate the time of ops run one after the other, each by its roofline (Williams et al. 2009)."""
-        return sum(self.op_time(row) * row.weight for row in rows)
+        """Estimate the time of a step: ops one after the other, each by its roofline (Williams et al. 2009), and what
+        they wait for other ranks (`ckpt/links.py`)."""
+        return self.step_time(rows).seconds
+
+    def step_time(self, rows: Iterable[OpCost]) -> StepTime:
+        """Estimate the same with its parts: computing, communicating, waiting."""
+        return step_time(rows, self.op_time, self.links)
 
     def op_time(self, row: OpCost) -> float:
-        """Estimate the time of one op: its FLOPs or its bytes, whichever takes longer."""
+        """Estimate the time of one op: its FLOPs or its bytes, whichever takes longer; of a collective, its link's."""
+        if row.collective is not None:
+            return self.links.seconds(row.collective)
         peak = self.flops.get(row.dtype) or self.flops[torch.float32]
         share = self.attention_share if row.is_attention else self.matmul_share
         return max(row.flops / (peak * share), row.num_bytes / (self.bandwidth * self.bandwidth_share), self.op_seconds)
@@ -115,16 +124,17 @@ def _cuda(name: str, gib: float, bf16: float, fp32: float, bandwidth: float, lin
     flops = {torch.bfloat16: bf16 * 1e12, torch.float16: bf16 * 1e12, torch.float32: fp32 * 1e12}
     small, large = 4096 * 1024 * 2 + 16 * 1024 * 8, 4096 * 8 * 1024  # CublasHandlePool.cpp: large for Hopper, Blackwell
     cublas = large if more.pop("is_new", False) else small
-    return Device(name, int(gib * GIB), flops, bandwidth * 1e9, link * 1e9, cublas_bytes=cublas, **more)
+    node = LINKS[more.pop("nvlink")] if "nvlink" in more else link * 1e9  # without NVLink: over PCIe, as to the host
+    return Device(name, int(gib * GIB), flops, bandwidth * 1e9, link * 1e9, Links(node), cublas_bytes=cublas, **more)
 
 
 # FLOP/s and bandwidth: NVIDIA's data sheets, dense. Memory: the total in torch's out-of-memory messages, the least
 # seen. Attention: FlashAttention-2, which torch's SDPA runs, reaches 50 to 73% of an A100 and 335 TFLOP/s of an H100
 # (arXiv:2307.08691, sec. 4.1); the other shares are assumed alike.
-_HOPPER = {"attention_share": 0.34, "is_new": True}
+_HOPPER = {"attention_share": 0.34, "is_new": True, "nvlink": "nvlink4"}
 DEVICES: dict[str, Callable[[], Device]] = {
-    "a100_40": lambda: _cuda("a100_40", 39.38, 312, 19.5, 1555, 31.5),
-    "a100_80": lambda: _cuda("a100_80", 79.14, 312, 19.5, 2039, 31.5),
+    "a100_40": lambda: _cuda("a100_40", 39.38, 312, 19.5, 1555, 31.5, nvlink="nvlink3"),
+    "a100_80": lambda: _cuda("a100_80", 79.14, 312, 19.5, 2039, 31.5, nvlink="nvlink3"),
     "h100": lambda: _cuda("h100", 79.10, 989, 67, 3350, 63, **_HOPPER),
     "h200": lambda: _cuda("h200", 139.72, 989, 67, 4800, 63, **_HOPPER),
     "l40s": lambda: _cuda("l40s", 44.34, 362, 91.6, 864, 31.5),
@@ -172,7 +182,7 @@ def _cpu() -> Device:
     """The machine at hand, by rules of thumb: 40 GFLOP/s and 8 GB/s a thread. `measure_device` is better."""
     threads = torch.get_num_threads()
     flops = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 40e9 * threads)
-    return Device("cpu", memory_of_machine(), flops, 8e9 * threads, 8e9, 1.0, 1.0, 1.0, op_seconds=2e-6)
+    return Device("cpu", memory_of_machine(), flops, 8e9 * threads, 8e9, Links(8e9), 1.0, 1.0, 1.0, op_seconds=2e-6)
 
 
 def memory_of_machine() -> int:

@@ -33,13 +33,22 @@ def make_optimizer(name: str | Factory, parameters: Iterable[nn.Parameter]) -> t
                 f"workload: optimizer returned a {type(made).__name__}; it must return a torch.optim.Optimizer"
             )
         return made
+    groups = _by_mesh(parameters)
     if name == "adamw":
-        return torch.optim.AdamW(parameters, fused=True)
+        return torch.optim.AdamW(groups, fused=True)
     if name == "sgd":
-        return torch.optim.SGD(parameters, fused=True)
+        return torch.optim.SGD(groups, fused=True)
     if name == "adafactor":
-        return torch.optim.Adafactor(parameters)
-    return AdamW8bitSizes(parameters)
+        return torch.optim.Adafactor(groups)
+    return AdamW8bitSizes(groups)
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[dict[str, list[nn.Parameter]]]:
+    """Tensors that lie on different meshes, or on none, cannot share a fused update."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": group} for group in groups.values()]
 
 
 class AdamW8bitSizes(torch.optim.Optimizer):

@@ -67,7 +67,10 @@ class Precision:
     def after_step(self) -> None:
         """Round the masters into the model's parameters. Call it after each optimizer step and after a load."""
         if self.masters:
-            torch._foreach_copy_([self._trained[name] for name in self.masters], list(self.masters.values()))
+            # Local parts: split tensors and whole ones, as tensor parallelism leaves them, cannot be copied in one go.
+            torch._foreach_copy_(
+                [_local(self._trained[name]) for name in self.masters], [_local(m) for m in self.masters.values()]
+            )
 
     def undo(self) -> None:
         """Take the gradient hooks off the model; its parameters stay in their dtype."""
@@ -99,6 +102,10 @@ def prepare(model: nn.Module, dtype: str) -> Precision:
         parameter.data = parameter.data.to(target)
         parameter.grad = None
     return Precision(model, masters)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _move_gradient_to(master: nn.Parameter):

@@ -45,8 +45,10 @@ class Prediction:
     peak_bytes: most bytes alive at once, over the first step (which records layers) and the later ones. residents:
     their shares, in the order of RESIDENTS. timeline: the step that peaks, of at most two micro-batches. peak_phase:
     forward, backward or optimizer. step_flops: all FLOPs of a step, those run again included; recompute_flops: these.
-    step_seconds: an estimate, None without hardware. host_bytes: most bytes offloaded at once. device_bytes: what the
-    hardware has for the step. device_only_bytes: share of the peak that only that device's kernels and allocator take.
+    step_seconds: an estimate, None without hardware; exposed_seconds: its part that waits for other ranks;
+    communication_seconds: of all collectives, hidden or not. sent_bytes: what the rank sends in a step. host_bytes:
+    most bytes offloaded at once. device_bytes: what the hardware has for the step. device_only_bytes: share of the peak
+    that only that device's kernels and allocator take.
     """
 
     peak_bytes: int
@@ -55,6 +57,9 @@ class Prediction:
     recompute_flops: int
     step_flops: int
     step_seconds: float | None
+    exposed_seconds: float | None
+    communication_seconds: float | None
+    sent_bytes: int
     host_bytes: int
     peak_phase: str
     first_step_peak_bytes: int
@@ -97,7 +102,8 @@ class Prediction:
         names = (
             "strategy", "peak_bytes", "residents", "peak_phase", "fits", "margin_bytes", "device_bytes",
             "device_only_bytes", "host_bytes", "first_step_peak_bytes", "step_flops", "recompute_flops",
-            "recompute_share", "step_seconds", "tokens_per_second", "hardware", "num_layers", "num_layers_run",
+            "recompute_share", "step_seconds", "exposed_seconds", "communication_seconds", "sent_bytes",
+            "tokens_per_second", "hardware", "num_layers", "num_layers_run",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         return values | {"workload": self.workload.to_dict(), "assumptions": list(self.assumptions)}
@@ -166,13 +172,17 @@ def read(ran: Simulated, work: Workload, device: Device | None = None, *, worksp
     residents[RESIDENTS[WORKSPACE]] += extra
     timeline = trace.timeline
     rows = ran.steady.rows
+    times = None if device is None else device.step_time(rows)
     return Prediction(
         peak_bytes=int(total[at]),
         residents=residents,
         timeline=timeline,
         recompute_flops=ran.steady.flops(replayed_only=True),
         step_flops=ran.steady.flops(),
-        step_seconds=None if device is None else device.seconds(rows),
+        step_seconds=None if times is None else times.seconds,
+        exposed_seconds=None if times is None else times.exposed,
+        communication_seconds=None if times is None else times.communication,
+        sent_bytes=sum(row.collective.sent_bytes * row.weight for row in rows if row.collective),
         host_bytes=ran.steady.host_bytes,
         peak_phase=PHASES[timeline.phase[at]],
         first_step_peak_bytes=first_peak,
@@ -222,6 +232,8 @@ def _assumptions(work: Workload, device: Device | None, on_device: Device | None
     if device is not None:
         how = "calibrated here" if device.is_measured else "from data sheets"
         said.append(f"times are roofline estimates for {device.name}, {how}")
+    if device is not None and work.num_ranks > 1:
+        said.append(device.links.describe(work.num_ranks))
     if device is not None and device.is_cuda:
         what = "included" if on_device is not None else "left out"
         said.append(f"cuBLAS workspaces, FlashAttention-2 backward buffers and the allocator's rounding are {what}")

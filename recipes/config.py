@@ -99,6 +99,10 @@ class Parallel:
     tensor: int = key(1, "tensor parallel", at_least=-1)
     sequence: int = key(1, "sequence parallel (Ulysses)", at_least=-1)
     reshard: bool = key(True, "free a layer's gathered parameters after its forward; false: hold them for backward")
+    link: Literal["auto", "nvlink3", "nvlink4", "nvlink5", "pcie4", "pcie5", "400g"] = key(
+        "auto", "predictions: link between the ranks of a node; auto: the device's own; between nodes 400g each"
+    )
+    node_ranks: int = key(8, "predictions: ranks that share a node", at_least=1)
     timeout_seconds: int = key(600, "how long a rank waits for the others before it gives up", at_least=1)
 
 

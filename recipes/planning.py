@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from ckpt import hardware
 from ckpt.attention import choose, prepare
 from ckpt.hardware import GIB, Device
+from ckpt.links import LINKS
 from ckpt.predict import as_device
 from recipes.config import Config
 from recipes.hub import Unreachable
@@ -65,9 +66,13 @@ def refuse_what_is_not_predicted(cfg: Config) -> None:
 
 
 def target_device(cfg: Config, device: torch.device | str) -> Device:
-    """Return the device that predictions of a run on `device` are for, by `hardware.name` and `hardware.memory_gib`."""
+    """Return the device that predictions of a run on `device` are for, by `hardware.name`, `hardware.memory_gib` and
+    `parallel.link`."""
     name = cfg.hardware.name
     chosen = hardware.at_hand(device) if name == "auto" else as_device(name, cfg.dtype)
+    node = chosen.links.node if cfg.parallel.link == "auto" else LINKS[cfg.parallel.link]
+    links = dataclasses.replace(chosen.links, node=node, node_ranks=cfg.parallel.node_ranks)
+    chosen = dataclasses.replace(chosen, links=links)
     if cfg.hardware.memory_gib is None:
         return chosen
     return dataclasses.replace(chosen, memory_bytes=int(cfg.hardware.memory_gib * GIB) + chosen.reserved_bytes)

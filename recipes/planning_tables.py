@@ -37,7 +37,8 @@ def show(console: Console, found: dict[str, Any], cfg: Config, folder: Path) -> 
     if work.num_ranks > 1:
         mesh = ", ".join(f"{name} {degree}" for name, degree in work.mesh.items())
         console.print(
-            f"one rank of {work.num_ranks} ({mesh}): bytes and tokens/s are its own; times leave communication out",
+            f"one rank of {work.num_ranks} ({mesh}): bytes and tokens/s are its own; waits: share of the "
+            "step in which it waits for others",
             markup=False,
         )
     console.print(f"files: {folder}", markup=False)
@@ -47,7 +48,8 @@ def show(console: Console, found: dict[str, Any], cfg: Config, folder: Path) -> 
 def _show_all(console: Console, found: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("strategy", no_wrap=True)
-    for name in ("peak", *_SHORT.values(), "fits by", "again", "step", "tokens/s", "longest"):
+    waits = ["waits"] if found["prediction"].workload.num_ranks > 1 else []
+    for name in ("peak", *_SHORT.values(), "fits by", "again", "step", *waits, "tokens/s", "longest"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in found["rows"]:
         mark = "bold green" if row is found["best"] and row.fits else None if row.fits else "dim"
@@ -77,6 +79,7 @@ def _cells(row: Row, positions: int | None) -> list[str]:
         f"{'' if p.fits else '-'}{size(abs(p.margin_bytes))}",
         f"{p.recompute_share:.1%}",
         seconds(p.step_seconds),
+        *([f"{p.exposed_seconds / p.step_seconds:.1%}"] if p.workload.num_ranks > 1 else []),
         f"{p.tokens_per_second:,.0f}",
         tokens + ("*" if _is_beyond(row.longest_tokens, positions) else ""),
     ]
@@ -99,6 +102,11 @@ def _show_one(console: Console, found: dict[str, Any]) -> None:
         f"step about {seconds(p.step_seconds)}, {p.tokens_per_second:,.0f} tokens/s (estimate); "
         f"{p.recompute_share:.1%} of its FLOPs are run again",
     ]
+    if p.workload.num_ranks > 1:
+        lines.append(
+            f"sends {size(p.sent_bytes)} a step in {seconds(p.communication_seconds)}, of which compute waits "
+            f"{seconds(p.exposed_seconds)}"
+        )
     if found.get("note"):
         lines.append(found["note"])
     if p.host_bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckpt
@@ -29,8 +30,8 @@ def workload(mesh: dict[str, int]) -> ckpt.Workload:
     return ckpt.Workload(batch_size=1, seq_len=TOKENS, dtype="fp32", optimizer="adamw", loss="chunked", mesh=mesh)
 
 
-def measured_peaks(rank: int, mesh: dict[str, int]) -> dict[str, int]:
-    """Return by strategy the peak of the third step on this rank."""
+def measured_peaks(rank: int, mesh: dict[str, int]) -> dict[str, list[int]]:
+    """Return by strategy the peak of the third step on each rank."""
     layout = make_layout(mesh)
     ids = torch.randint(0, 512, (1, TOKENS), generator=torch.Generator().manual_seed(rank))
     found = {}
@@ -45,29 +46,22 @@ def measured_peaks(rank: int, mesh: dict[str, int]) -> dict[str, int]:
             precision = Precision(model, {})
         else:
             precision = prepare(model, "fp32")
-        optimizers = [make_optimizer("adamw", group) for group in by_mesh(precision)]
+        optimizer = make_optimizer("adamw", [p for _, p in precision.named_parameters()])
         inputs = shard_sequence({"input_ids": ids, "labels": ids}, layout)
 
-        def step(model=model, inputs=inputs, optimizers=optimizers, precision=precision):
+        def step(model=model, inputs=inputs, optimizer=optimizer, precision=precision):
             model(**inputs, use_cache=False).loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
+            optimizer.step()
             precision.zero_grad()
 
         for _ in range(2):
             step()
         gc.collect()
-        with ckpt.measure(model, optimizers[0] if len(optimizers) == 1 else None, inputs=[inputs]) as ledger:
+        with ckpt.measure(model, optimizer, inputs=[inputs]) as ledger:
             step()
-        found[strategy] = ledger.peak_bytes
-        del model, precision, optimizers, step
+        found[strategy] = [0] * layout.degrees.num_ranks
+        dist.all_gather_object(found[strategy], ledger.peak_bytes)
+        del model, precision, optimizer, step
         gc.collect()
     layout.close()
     return found
-
-
-def by_mesh(precision: Precision) -> list[list[torch.nn.Parameter]]:
-    groups: dict[object, list] = {}
-    for _, parameter in precision.named_parameters():
-        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return list(groups.values())

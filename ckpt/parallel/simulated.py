@@ -11,11 +11,14 @@ without data. Collectives of the group return at once. One such group can be ope
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt.parallel.mesh import Degrees, Layout
 from ckpt.parallel.shard import cast, shard
@@ -62,6 +65,23 @@ def spread(model: nn.Module, layout: Layout, work: Workload) -> Precision:
     if not layout.degrees.shards_parameters:
         return prepare(model, work.dtype)
     cast(model, work.dtype)
-    shard(model, layout, dtype=work.dtype)
+    with _real_meshes():
+        shard(model, layout, dtype=work.dtype)
     model._get_fsdp_state()._lazy_init()  # now: layers may be left out of the model when it runs
     return Precision(model, {})
+
+
+@contextmanager
+def _real_meshes() -> Iterator[None]:
+    """Let FSDP2 join its mesh with the tensor-parallel one, whose ranks it looks up by value (torch 2.11 to 2.13)."""
+    concatenate = DeviceMesh.__dict__["_concatenate"]
+
+    def on_real_tensors(meshes):
+        with unset_fake_temporarily():
+            return concatenate.__func__(meshes)
+
+    DeviceMesh._concatenate = staticmethod(on_real_tensors)
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = concatenate
