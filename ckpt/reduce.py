@@ -22,10 +22,14 @@ from ckpt.strategies import KeepPolicy, LayerPolicy, OffloadPolicy
 from ckpt.trace import Repeat
 
 
-def num_periods(period: int) -> int:
+def num_periods(period: int, gathers_ahead: bool = False) -> int:
     """Periods that are traced. The model's first and last layer may differ from all others, and each layer that stands
-    for more must have another one a period away that proves it."""
-    return 4 if period == 1 else 3
+    for more must have another one a period away that proves it.
+
+    gathers_ahead: FSDP2 gathers, in a layer's backward, the parameters of the one two before it, so that the second
+    layer differs too.
+    """
+    return (4 if period == 1 else 3) + (gathers_ahead and period <= 2)
 
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -77,7 +81,9 @@ def policy_keys(policy: Policy, num_layers: int) -> list[Hashable] | None:
     return keys
 
 
-def choose_layers(structure: Sequence[Hashable], policy: Sequence[Hashable]) -> Chosen | None:
+def choose_layers(
+    structure: Sequence[Hashable], policy: Sequence[Hashable], gathers_ahead: bool = False
+) -> Chosen | None:
     """Choose the layers to trace. None if that would be all of them.
 
     The traced layers stand in the places of the first ones, and models look up what kind of layer comes next by place:
@@ -90,8 +96,8 @@ def choose_layers(structure: Sequence[Hashable], policy: Sequence[Hashable]) -> 
     sources: list[int] = []
     at = 0
     while at < len(keys):
-        period, count = _longest_run(keys, at)
-        traced = num_periods(period)
+        period, count = _longest_run(keys, at, gathers_ahead)
+        traced = num_periods(period, gathers_ahead)
         drop = count - traced
         first = len(kept)
         if drop < 1:
@@ -112,15 +118,19 @@ def choose_layers(structure: Sequence[Hashable], policy: Sequence[Hashable]) -> 
     return Chosen(tuple(kept), tuple(repeats), tuple(sources))
 
 
-def _longest_run(keys: Sequence[int], at: int) -> tuple[int, int]:
+def _longest_run(keys: Sequence[int], at: int, gathers_ahead: bool) -> tuple[int, int]:
     """Return (period, number of periods) of the run from `at` that saves most layers."""
+
+    def saved(period: int, count: int) -> int:
+        return (count - num_periods(period, gathers_ahead)) * period
+
     best = (1, 1)
     for period in range(1, (len(keys) - at) // 4 + 1):
         end = at + period
         while end < len(keys) and keys[end] == keys[end - period]:
             end += 1
         count = (end - at) // period
-        if (count - num_periods(period)) * period > max(0, (best[1] - num_periods(best[0])) * best[0]):
+        if saved(period, count) > max(0, saved(*best)):
             best = (period, count)
     return best
 

@@ -172,7 +172,8 @@ class Simulator:
         if self._structure is None:
             return None
         keys = [None] * len(self.layers) if policy is None else policy_keys(policy, len(self.layers))
-        return None if keys is None else choose_layers(self._structure, keys)
+        gathers_ahead = self._ranks is not None and self._ranks.layout.degrees.shards_parameters
+        return None if keys is None else choose_layers(self._structure, keys, gathers_ahead)
 
     @contextmanager
     def _only(self, kept: Sequence[int]) -> Iterator[None]:

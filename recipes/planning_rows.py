@@ -72,19 +72,21 @@ def plan_rows(
     A strategy that does not fit the model has its reason in its row. Raises ValueError where the model itself cannot be
     predicted.
     """
-    work = workload_of(cfg)
-    simulator = Simulator(model, work)
+    simulator = Simulator(model, workload_of(cfg))
     chosen = [(name, fields) for name, fields in STRATEGIES if not keep or name in keep]
     rows = []
-    for number, (name, fields) in enumerate(chosen, 1):
-        label, words = label_of(name, fields), words_of(name, fields)
-        say(f"predicting {label} ({number} of {len(chosen)})")
-        try:
-            rows.append(_row(label, words, strategies.make(name, **fields), simulator, model, device, search))
-        except Unpredictable:
-            raise
-        except ValueError as error:
-            rows.append(Row(label, words, None, error=one_line(error)))
+    try:
+        for number, (name, fields) in enumerate(chosen, 1):
+            label, words = label_of(name, fields), words_of(name, fields)
+            say(f"predicting {label} ({number} of {len(chosen)})")
+            try:
+                rows.append(_row(label, words, strategies.make(name, **fields), simulator, model, device, search))
+            except Unpredictable:
+                raise
+            except ValueError as error:
+                rows.append(Row(label, words, None, error=one_line(error)))
+    finally:
+        simulator.close()
     return rows
 
 
