@@ -96,7 +96,9 @@ class Frontier:
         """All spaces, prepared."""
         spaces = [self.space]
         self.space.prepare()
-        spaces += [Space(self._simulator, Setting(), self.price, room, self._say) for room in self._rooms[1:]]
+        for room in self._rooms[1:]:
+            spaces.append(Space(self._simulator, Setting(), self.price, room, self._say))
+            spaces[-1].full = self.full
         lean = self._lean() if self._settings else None
         if lean is not None:
             spaces.append(lean)
@@ -113,10 +115,13 @@ class Frontier:
         for setting in dict.fromkeys((Setting(loss, tiles), Setting(loss, None))):
             if setting == Setting():
                 continue
+            space = Space(self._simulator, setting, self.price, room, self._say)
             try:
-                return Space(self._simulator, setting, self.price, room, self._say)
+                space.full  # noqa: B018 (a step is made)
             except ValueError as error:  # an MLP that cannot be tiled, a head that chunks cannot be computed of
                 self._say(f"{setting} is left out: {error}")
+            else:
+                return space
         return None
 
     @cached_property
@@ -124,8 +129,10 @@ class Frontier:
         """All plans by rising cost; of those that cost the same, the simpler first, then what needs less."""
         found = [self.keeps_all]
         for space in self.spaces:
-            more = max(0.0, self.price.of_step(space.none.steady.rows) - self._none_cost)
-            flops = max(0, space.none.steady.flops() - self.none.steady.flops())
+            more, flops = 0.0, 0
+            if space.setting != self.space.setting:
+                (cost, ran), (own_cost, own_ran) = space.without_replays(), self.space.without_replays()
+                more, flops = max(0.0, cost - own_cost), max(0, ran - own_ran)
             seen = set()
             for numbers in space.solutions():
                 if tuple(numbers) not in seen:

@@ -21,7 +21,7 @@ from ckpt.plan import Decision, LayerPlan, Plan
 from ckpt.simulate import Simulated, Simulator
 from ckpt.solver.away import Room, away_options, input_bytes
 from ckpt.solver.inner import Option, inner_frontier, thin
-from ckpt.solver.outer import Choice, peak_of, solve
+from ckpt.solver.outer import Choice, solve
 from ckpt.solver.peaks import LayerPeaks
 from ckpt.solver.price import Price
 
@@ -71,15 +71,26 @@ class Space:
     ):
         self.setting, self.price, self.room = setting, price, room
         self._simulator, self._say = simulator, say
-        say(f"keeping everything on fake tensors{setting}")
-        self.none = self.run("none")
-        self.num_layers = self.none.num_layers
+        self.num_layers = len(simulator.layers)
+
+    @cached_property
+    def none(self) -> Simulated:
+        """Two steps that keep everything."""
+        self._say(f"keeping everything on fake tensors{self.setting}")
+        return self.run("none")
 
     @cached_property
     def full(self) -> Simulated:
         """Two steps that replay every layer."""
-        self._say("replaying every layer on fake tensors")
+        self._say(f"replaying every layer on fake tensors{self.setting}")
         return self.run("full")
+
+    def without_replays(self) -> tuple[float, int]:
+        """Return cost and FLOPs of a step, what replays take left out; by `full`, which is run anyway."""
+        whole = [options[0] for options in self.options]
+        rows = self.full.steady.rows
+        cost = self.price.of_step(rows) - sum(o.cost for o in whole)
+        return cost, self.full.steady.flops() - sum(o.flops for o in whole)
 
     def prepare(self) -> None:
         """Find the options of every layer and measure them; all else but `none` and `full` needs it."""
@@ -188,25 +199,28 @@ class Space:
     def solutions(self) -> Iterator[list[int]]:
         """Solve the outer program at a row of budgets, and yield uniform plans beside."""
         self._say("solving for the layers")
-        bounds = (self.smallest_budget(None), self.none.peak_bytes)
+        bounds = (self.smallest_budget(None), self.largest_peak)
         number = NUM_BUDGETS if self.num_layers < DEEP else NUM_BUDGETS_DEEP
         for budget in np.linspace(*bounds, number).astype(np.int64):
             yield from self._solved(int(budget), None)
         if self.room is not None:
             dearest = sum(c[0].cost for c in self._choices) / max(1, sum(map(input_bytes, self.records)))
             for share in AWAY_PRICES:
-                bounds = (self.smallest_budget(share * dearest), self.none.peak_bytes)
+                bounds = (self.smallest_budget(share * dearest), self.largest_peak)
                 for budget in np.linspace(*bounds, NUM_BUDGETS_AWAY).astype(np.int64):
                     yield from self._solved(int(budget), share * dearest)
         yield from self._by_hand()
 
+    @cached_property
+    def largest_peak(self) -> int:
+        """The most that a plan can need: every layer replayed, or every one left to autograd."""
+        plain = [[k for k, o in enumerate(options) if not o.away_bytes] for options in self.options]
+        return max(self.estimate([k[0] for k in plain]), self.estimate([k[-1] for k in plain]))
+
     def smallest_budget(self, away_price: float | None) -> int:
         """Return the least budget for which the outer program finds a plan, to within 0.05%."""
         choices, _ = self._offered(away_price)
-        low, high = (
-            self._peaks.elsewhere,
-            max(self.none.peak_bytes, peak_of(choices, self._peaks.loss, [0] * self.num_layers)),
-        )
+        low, high = self._peaks.elsewhere, self.largest_peak
         while high - low > max(1, high // 2000):
             middle = (low + high) // 2
             if solve(choices, self._peaks.loss, middle) is None:
