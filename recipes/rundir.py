@@ -123,10 +123,12 @@ class RunDir:
 def open_run(cfg: Config, ranks: Ranks = ONE) -> Iterator[RunDir]:
     """Make the run's directory (or, with resume, open it), and record how the block ends. One directory for all ranks.
 
-    A mistake of the user or a full disk found before the first logged step leaves nothing behind. Raises ValueError
-    for a name that exists without resume, one that does not with it, and a directory that cannot be written.
+    A mistake of the user or a full disk found before the first logged step leaves nothing behind, and a run that was to
+    be resumed as it was. Raises ValueError for a name that exists without resume, one that does not with it, and a
+    directory that cannot be written.
     """
     run = _enter(cfg, ranks)
+    before = _contents(run.path) if cfg.resume and run.writes else {}
     try:
         if run.writes:
             _write_first_files(run, cfg)
@@ -136,9 +138,9 @@ def open_run(cfg: Config, ranks: Ranks = ONE) -> Iterator[RunDir]:
     except BaseException as caught:
         error = ranks.explain(caught)
         if run.status == "running":
-            if (is_mistake(error) or is_disk_full(error)) and not run.logged and not cfg.resume:
+            if (is_mistake(error) or is_disk_full(error)) and not run.logged:
                 run.tracker.finish({"status": "failed"})
-                _remove(run)
+                _put_back(run, before) if cfg.resume else _remove(run)
             else:
                 # A full disk is the likeliest reason to be here and to fail here: the first error must get through.
                 with contextlib.suppress(OSError):
@@ -227,6 +229,19 @@ def _write_first_files(run: RunDir, cfg: Config) -> None:
     if run.tracker.facts:
         run.describe(tracker=run.tracker.facts)
     run.console.say(run.tracker.notice)
+
+
+def _contents(path: Path) -> dict[str, str]:
+    """Read what `_write_first_files` overwrites."""
+    files = (path / name for name in ("config.yaml", "manifest.json", "summary.json"))
+    return {file.name: file.read_text(encoding="utf-8") for file in files if file.exists()}
+
+
+def _put_back(run: RunDir, contents: Mapping[str, str]) -> None:
+    """Undo `_write_first_files` of a run that was to be resumed: what it had come to, and its config, still hold."""
+    with contextlib.suppress(OSError):
+        for name, text in contents.items():
+            write_atomically(run.path / name, text)
 
 
 def _remove(run: RunDir) -> None:

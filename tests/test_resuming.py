@@ -29,6 +29,15 @@ def run(*words):
         train.train(compose(words))
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that ended, as `runs/done` of the working directory; read-only."""
+    with contextlib.chdir(tmp_path_factory.mktemp("finished")):
+        Path("notes.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+        run(*START, "name=done")
+        yield
+
+
 def saved(name):
     """Write the config of a run that was started with START, and return it."""
     cfg = compose([*START, f"name={name}"])
@@ -91,6 +100,25 @@ def test_a_resumed_run_is_the_one_left_alone_and_says_what_it_does_otherwise(fol
         "resumed halves after step 4",
     ]
     assert yaml.safe_load(Path("runs/halves/config.yaml").read_text())["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ([], "has done 4 steps"),
+        (["steps=5", "model.config.num_hidden_layers=1"], "saved from another model"),
+        (["steps=5", "data.shuffle=false"], "the data is not what"),
+        (["steps=5", "parallel.shard=2"], "needs 2 ranks"),
+        (["steps=5", "model.config.vocab_size=9"], "tokenizer has"),
+    ],
+)
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(finished, words, match):
+    path = Path("runs/done")
+    before = {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
+    with pytest.raises(ValueError, match=match):
+        run("resume=runs/done", *words)
+    assert {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()} == before
+    assert json.loads(before["summary.json"])["status"] == "ok"
 
 
 def test_a_hidden_secret_has_to_be_given_again(folder):
