@@ -107,8 +107,10 @@ def no_bars_off_terminals() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Keep an upstream message to its first sentence or line; some run on with hundreds of names."""
-    text = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+    """Keep an upstream message to its first line, or two where the first only announces the next; some run on with
+    hundreds of names."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     return text if len(text) <= 200 else text[:197] + "..."
 
 

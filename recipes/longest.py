@@ -27,7 +27,7 @@ from recipes.planning import model_without_weights, target_device, with_known_sh
 from recipes.recorded import check_schema, read_object
 from recipes.rng import rng_state, set_rng_state
 from recipes.rundir import RunDir, read_json
-from recipes.sweep_job import judge, run_process
+from recipes.sweep_job import judge, quoted, run_process
 from recipes.workload import workload_of
 
 MEASURED_STEPS = 2
@@ -110,9 +110,10 @@ class Search:
         number = len(list(self.run.path.glob(f"try-{seq_len}*")))
         name = f"try-{seq_len}" + (f"-{number}" if number else "")
         words = [
-            *start, f"seq_len={seq_len}", f"steps={MEASURED_STEPS}", f"name='{name}'", f"runs_dir='{self.run.path}'",
-            "resume=false", f"sweep.job_memory_gib={self.budget_bytes / GIB!r}", "on_predicted_oom=warn",
-            "tracker=none", "eval.batches=0", "save_every=-1", "export=false",
+            *start, f"seq_len={seq_len}", f"steps={MEASURED_STEPS}", f"name={quoted(name)}",
+            f"runs_dir={quoted(self.run.path)}", "resume=false",
+            f"sweep.job_memory_gib={self.budget_bytes / GIB!r}", "on_predicted_oom=warn", "tracker=none",
+            "eval.batches=0", "save_every=-1", "export=false",
         ]  # fmt: skip
         ended = run_process(words)
         summary = read_json(self.run.path / name / "summary.json")

@@ -47,11 +47,14 @@ _SECRET_NAME = re.compile(
 _SPECIAL_TOKEN = re.compile(
     r"(?i)(bos|eos|pad|unk|sep|cls|mask|start|end|stop|image|video|audio|bo[iav]|eo[iav])_token$"
 )
-# Hugging Face, W&B (old 40 hex digits, new wandb_v1_), OpenAI-like, GitHub; and a password inside a URL.
+# Hugging Face, W&B (old 40 hex digits, new wandb_v1_), OpenAI-like, GitHub; and a password inside a URL. A commit
+# has 40 hex digits too: they are no secret where they are called a revision, nor as a folder of the hub's cache.
 _SECRET_TEXT = re.compile(
-    r"hf_[A-Za-z0-9]{16,}|wandb_v\d_[A-Za-z0-9_]{16,}|(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
+    r"hf_[A-Za-z0-9]{16,}|wandb_v\d_[A-Za-z0-9_]{16,}"
+    r"|(?<!snapshots/)(?<!revision=)(?<!revision=['\"])(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
     r"|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _ASSIGNED = re.compile(r"([\w.-]+)=([^\s,&]+)")
 
 
@@ -96,7 +99,9 @@ def scrub(value: Any) -> Any:
 def _scrub(value: Any, known: Sequence[str]) -> Any:
     if isinstance(value, Mapping):
         return {
-            str(name): _HIDDEN if isinstance(inner, str) and inner and _is_secret(str(name)) else _scrub(inner, known)
+            str(name): _HIDDEN if isinstance(inner, str) and inner and _is_secret(str(name))
+            else inner if name == "revision" and isinstance(inner, str) and _COMMIT.fullmatch(inner)
+            and inner not in known else _scrub(inner, known)
             for name, inner in value.items()
         }
     if isinstance(value, (list, tuple, set, frozenset)):

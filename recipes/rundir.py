@@ -29,6 +29,7 @@ from recipes.console import Console
 from recipes.distributed import ONE, Ranks, agreed
 from recipes.errors import STATUSES, is_disk_full, is_mistake, one_line, status_of
 from recipes.errors import RunStopped as RunStopped
+from recipes.lock import hold, release
 from recipes.manifest import SCHEMA_VERSION, collect, scrub
 from recipes.resuming import differences, read_config
 from recipes.tracking import NoTracker, Tracker, open_tracker
@@ -58,6 +59,7 @@ class RunDir:
         self.manifest: dict[str, Any] = {}
         self.tracker: Tracker = NoTracker()
         self.logged = False
+        self.held: int | None = None
 
     @property
     def name(self) -> str:
@@ -124,8 +126,8 @@ def open_run(cfg: Config, ranks: Ranks = ONE) -> Iterator[RunDir]:
     """Make the run's directory (or, with resume, open it), and record how the block ends. One directory for all ranks.
 
     A mistake of the user or a full disk found before the first logged step leaves nothing behind, and a run that was to
-    be resumed as it was. Raises ValueError for a name that exists without resume, one that does not with it, and a
-    directory that cannot be written.
+    be resumed as it was. Raises ValueError for a name that exists without resume, one that does not with it, a
+    run that another process is at work on, and a directory that cannot be written.
     """
     run = _enter(cfg, ranks)
     before = _contents(run.path) if cfg.resume and run.writes else {}
@@ -148,6 +150,8 @@ def open_run(cfg: Config, ranks: Ranks = ONE) -> Iterator[RunDir]:
         if error is not caught:
             raise error from caught
         raise
+    finally:
+        release(run.held)
 
 
 def default_name(cfg: Config) -> str:
@@ -190,8 +194,15 @@ def _enter(cfg: Config, ranks: Ranks) -> RunDir:
     automatic = cfg.name is None
     cfg = agreed(cfg, ranks, default_name)
     path = Path(cfg.runs_dir) / (cfg.name or default_name(cfg))
-    ranks.from_main(lambda: _find(path) if cfg.resume else _make(path, automatic))
-    return RunDir(path, ranks, Console(cfg.output), summary)
+
+    def take() -> int | None:
+        _find(path) if cfg.resume else _make(path, automatic)
+        return hold(path)
+
+    held = ranks.from_main(take)
+    run = RunDir(path, ranks, Console(cfg.output), summary)
+    run.held = held if run.writes else None
+    return run
 
 
 def _find(path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -139,11 +140,12 @@ def _check_bounds(value: Any, bounds: dict[str, float], path: str) -> None:
             or ("above" in bounds and not number > bounds["above"])
             or ("at_most" in bounds and not number <= bounds["at_most"])
             or ("below" in bounds and not number < bounds["below"])
-            or number != number
+            or not math.isfinite(number)
         )
         if failed:
             words = " and ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in bounds.items())
-            raise ValueError(f"{path}={value!r} is out of range: it must be {words or 'a number'}.")
+            finite = "" if math.isfinite(number) else " and finite" if words else "finite"
+            raise ValueError(f"{path}={value!r} is out of range: it must be {words}{finite}.")
 
 
 def _describe(hint: Any) -> str:

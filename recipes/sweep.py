@@ -17,9 +17,11 @@ from typing import Any
 from recipes.config import Config, to_dict
 from recipes.console import sweep_table
 from recipes.errors import RunStopped
+from recipes.lock import hold, release
 from recipes.manifest import SCHEMA_VERSION, scrub
+from recipes.recorded import read_sweep
 from recipes.rundir import read_json, write_atomically
-from recipes.sweep_job import Ended, judge, run_process
+from recipes.sweep_job import Ended, judge, quoted, run_process
 from recipes.tracking import open_tracker
 
 Row = dict[str, Any]
@@ -35,8 +37,8 @@ def run(configs: Sequence[Config], jobs: Sequence[Sequence[str]], command: Seque
     """Run every job of `jobs` (their overrides, one config each) as `command OVERRIDES`, and return their rows.
 
     The rest run whatever becomes of one. `first`: number of the first job, above 0 when Hydra hands a sweep over in
-    parts. Raises ValueError for a sweep that exists without sweep.resume, and RunStopped in the end if any job did not
-    end ok (or was interrupted).
+    parts. Raises ValueError for a sweep that exists without sweep.resume or that another process is at work on, and
+    RunStopped in the end if any job did not end ok (or was interrupted).
     """
     cfg = configs[0]
     folder = Path(cfg.runs_dir) / str(cfg.sweep.name)
@@ -46,25 +48,38 @@ def run(configs: Sequence[Config], jobs: Sequence[Sequence[str]], command: Seque
     done = {_what(row["overrides"]): row for row in rows.values() if _is_finished(row, forced)}
     _refuse_other_jobs(rows, names, jobs, done, cfg)
     folder.mkdir(parents=True, exist_ok=True)
-    asked = []
-    for name, overrides, job in zip(names, jobs, configs, strict=True):
-        if _what(overrides) in done:
-            asked.append(done[_what(overrides)])
-            continue
-        _set_aside(folder / name)
-        _write(folder, rows.values())
-        print(f"== {cfg.sweep.name}: {name}", flush=True)
-        ended = run_process(_words(command, overrides, name, folder), _seconds(cfg.sweep.job_timeout_minutes))
-        rows[name] = _row(folder / name, name, overrides, job, ended)
-        asked.append(rows[name])
-        if rows[name]["status"] == "interrupted":
-            break
+    held = hold(folder, "sweep")
+    try:
+        asked = _run_jobs(configs, jobs, names, command, folder, rows, done)
+    finally:
+        release(held)
     _write(folder, rows.values())
     sweep_table(asked)
     if asked[-1]["status"] != "interrupted":
         _report(folder, cfg)
     _say_sync(folder)
     _raise_for(asked, len(jobs), folder, cfg)
+    return asked
+
+
+def _run_jobs(
+    configs: Sequence[Config], jobs: Sequence[Sequence[str]], names: Sequence[str], command: Sequence[str],
+    folder: Path, rows: dict[str, Row], done: Mapping[frozenset[str], Row],
+) -> list[Row]:  # fmt: skip
+    """Run what is not done, each job's row into `rows` and the file; return the rows of all that were asked for."""
+    asked = []
+    for name, overrides, job in zip(names, jobs, configs, strict=True):
+        if _what(overrides) in done:
+            asked.append(done[_what(overrides)])
+            continue
+        _write(folder, rows.values())
+        _set_aside(folder / name)
+        print(f"== {job.sweep.name}: {name}", flush=True)
+        ended = run_process(_words(command, overrides, name, folder), _seconds(job.sweep.job_timeout_minutes))
+        rows[name] = _row(folder / name, name, overrides, job, ended)
+        asked.append(rows[name])
+        if rows[name]["status"] == "interrupted":
+            break
     return asked
 
 
@@ -101,7 +116,7 @@ def _earlier(folder: Path, resume: bool, first: int) -> list[Row]:
         raise ValueError(
             f"{folder} exists already: run what is left of it with sweep.resume=true, or give another sweep.name."
         )
-    return read_json(record).get("jobs", [])
+    return read_sweep(folder) if record.exists() else []
 
 
 def _refuse_other_jobs(
@@ -143,7 +158,7 @@ def _words(command: Sequence[str], overrides: Sequence[str], name: str, folder: 
         own.append("on_predicted_oom=error")
     if "sweep.job_memory_gib" in given and "hardware.memory_gib" not in given:
         own.append(f"hardware.memory_gib={given['sweep.job_memory_gib'].partition('=')[2]}")
-    return [*command, *own, f"name='{name}'", f"runs_dir='{folder}'"]
+    return [*command, *own, f"name={quoted(name)}", f"runs_dir={quoted(folder)}"]
 
 
 def _row(path: Path, name: str, overrides: Sequence[str], cfg: Config, ended: Ended) -> Row:
@@ -171,8 +186,12 @@ def _row(path: Path, name: str, overrides: Sequence[str], cfg: Config, ended: En
 
 
 def _set_aside(path: Path) -> None:
-    """Rename what an earlier start left of a job, so that nothing is lost and the job can start afresh."""
+    """Rename what an earlier start left of a job, so that nothing is lost and the job can start afresh.
+
+    Raises ValueError while the job of an earlier start, killed itself, is still at work there.
+    """
     if path.exists():
+        release(hold(path))
         number = len(list(path.parent.glob(f".{path.name}.try*")))
         path.rename(path.with_name(f".{path.name}.try{number}"))
 

@@ -73,6 +73,11 @@ def run_process(words: Sequence[str], timeout_seconds: float | None = None) -> E
     return Ended(job.returncode, tuple(tail), time.monotonic() - start, stopped, _oom_kills() - kills_before)
 
 
+def quoted(value: object) -> str:
+    """Write a value as one quoted string of Hydra's grammar, for the command line of a job."""
+    return "'" + str(value).replace("'", "\\'") + "'"
+
+
 def judge(ended: Ended, summary: Mapping[str, Any], timeout_minutes: float | None = None) -> tuple[str, str | None]:
     """Name a job's status and error by its exit code and by what it wrote itself; only both together make `ok`."""
     status, error = summary.get("status"), summary.get("error")

@@ -156,6 +156,17 @@ def test_an_existing_name_is_an_error_and_left_alone(in_tmp):
     assert {name: Path(f"runs/run/{name}").read_text() for name in os.listdir("runs/run")} == before
 
 
+def test_a_run_that_another_process_is_at_work_on_is_not_resumed_beside_it(in_tmp):
+    with open_run(config()) as run:
+        run.log({"step": 1})
+        before = {file.name: file.read_text() for file in run.path.iterdir()}
+        with pytest.raises(ValueError, match="runs/run is the run of another process"), open_run(config(resume=True)):
+            pass
+        assert {file.name: file.read_text() for file in run.path.iterdir()} == before
+    with open_run(config(resume=True)):
+        pass
+
+
 def test_resume_goes_on_in_the_same_directory(in_tmp):
     with pytest.raises(KeyboardInterrupt), open_run(config()) as run:
         run.log({"step": 1})
@@ -295,6 +306,17 @@ def test_what_only_sounds_like_a_secret_stays():
         "command": "x tokenizer=byte",
     }
     assert manifest.scrub(plain) == plain
+
+
+def test_the_commit_of_a_model_stays_so_that_the_run_can_be_resumed(monkeypatch):
+    named = {
+        "model": {"revision": HEX_KEY, "name": f"/root/.cache/huggingface/hub/models--a--b/snapshots/{HEX_KEY}"},
+        "command": f"python train.py model.revision={HEX_KEY} \"++model.revision='{HEX_KEY}'\"",
+    }
+    assert manifest.scrub(named) == named
+    assert HEX_KEY not in str(manifest.scrub({"revision": f"x {HEX_KEY}", "key": HEX_KEY, "url": f"https://h/{HEX_KEY}"}))
+    monkeypatch.setenv("WANDB_API_KEY", HEX_KEY)
+    assert HEX_KEY not in str(manifest.scrub(named))
 
 
 def test_the_commit_is_recorded_whole():

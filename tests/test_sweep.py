@@ -14,7 +14,8 @@ import pytest
 from recipes import cli, sweep_job
 from recipes.config import from_dict
 from recipes.errors import RunStopped
-from recipes.sweep import job_names, run
+from recipes.lock import hold, release
+from recipes.sweep import _words, job_names, run
 from recipes.sweep_job import Ended, judge
 
 # Stands in for train.py: writes what a run writes, then ends as `fate` says.
@@ -225,6 +226,35 @@ def test_a_sweep_killed_in_its_first_job_can_be_resumed(command):
     Path("runs/fates/00-fate=fine").mkdir()
     sweep(jobs("fine", "fine2"), command, resume=True)
     assert [row["status"] for row in rows()] == ["ok", "ok"]
+
+
+def test_a_job_of_a_killed_sweep_that_is_still_at_work_is_not_run_beside_itself(command):
+    Path("runs/fates/01-fate=fine2").mkdir(parents=True)
+    Path("runs/fates/sweep.json").write_text('{"schema_version": 1, "jobs": []}')
+    for busy, what in (("runs/fates/01-fate=fine2", "the run of another process"), ("runs/fates", "the sweep of")):
+        held = hold(Path(busy))
+        with pytest.raises(ValueError, match=what):
+            sweep(jobs("fine", "fine2"), command, resume=True)
+        release(held)
+    assert [row["status"] for row in rows()] == ["ok"]
+    sweep(jobs("fine", "fine2"), command, resume=True)
+    assert [row["status"] for row in rows()] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize("text", ['{"schema_version": 1, "jo', "[]", '{"schema_version": 99, "jobs": []}', "{}"])
+def test_a_record_that_cannot_be_read_is_not_taken_for_an_empty_one(command, text):
+    Path("runs/fates/00-fate=fine").mkdir(parents=True)
+    Path("runs/fates/sweep.json").write_text(text)
+    with pytest.raises(ValueError, match=r"sweep\.json"):
+        sweep(jobs("fine"), command, resume=True)
+    assert os.listdir("runs/fates/00-fate=fine") == [] and Path("runs/fates/sweep.json").read_text() == text
+
+
+@pytest.mark.parametrize("runs_dir", ["it's here", 'a "b" c', "größer=1,2", "back\\slash"])
+def test_any_folder_name_reaches_the_job(in_tmp, runs_dir):
+    words = _words(["x"], ["+strategy=none"], "a,b=1", Path(runs_dir) / "s")
+    cfg = cli.compose([*words[1:], "model=small"])
+    assert (cfg.name, cfg.runs_dir) == ("a,b=1", str(Path(runs_dir) / "s"))
 
 
 def test_jobs_stop_where_they_are_predicted_not_to_fit_unless_forced(command):
