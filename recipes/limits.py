@@ -48,9 +48,10 @@ def _limit_data(gib: float) -> Iterator[None]:
     import resource
 
     if not refusal():
-        mallopt = ctypes.CDLL(None).mallopt
+        libc = ctypes.CDLL(None)
         for number, value in _GIVE_BACK.values():
-            mallopt(number, value)
+            libc.mallopt(number, value)
+        libc.malloc_trim(0)  # what is held empty for later (256 MiB, with the setting for speed) would come on top
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = _data_bytes() + int(gib * GIB)
     if hard != resource.RLIM_INFINITY and limit > hard:
