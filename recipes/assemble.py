@@ -24,6 +24,7 @@ from ckpt.attention import prepare as prepare_attention
 from recipes.config import Config
 from recipes.data import Data, build_data
 from recipes.distributed import ONE, Ranks
+from recipes.distributed_build import Whole
 from recipes.forecast import Foreseen
 from recipes.loop import unwrapped
 from recipes.optim import build_optimizer, build_scheduler
@@ -82,8 +83,11 @@ def set_precision(cfg: Config, model: nn.Module, run: RunDir) -> Precision:
     return Precision(model, {})
 
 
-def shard(cfg: Config, model: nn.Module, precision: Precision, run: RunDir) -> Precision:
-    """Shard parameters, gradients and optimizer state over ranks; return what the optimizer must update then.
+def shard(
+    cfg: Config, model: nn.Module, precision: Precision, run: RunDir, whole: Whole | None, device: torch.device
+) -> Precision:
+    """Shard parameters, gradients and optimizer state over ranks, and give each rank its part of the weights; return
+    what the optimizer must update then.
 
     Each rank then draws dropout masks of its own, but for those that compute the same tokens.
     """
@@ -95,6 +99,8 @@ def shard(cfg: Config, model: nn.Module, precision: Precision, run: RunDir) -> P
         return precision
     precision.undo()
     parallel.shard(model, ranks.layout, dtype=cfg.dtype, reshard=cfg.parallel.reshard)
+    if whole is not None:
+        whole.hand_out(model, device)
     return Precision(model, {})
 
 

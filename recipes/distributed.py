@@ -28,8 +28,6 @@ from recipes.config import Config, check_ranks
 from recipes.errors import RunStopped, is_mistake, one_line
 
 if TYPE_CHECKING:
-    import torch
-
     from ckpt.parallel import Layout
 
 T = TypeVar("T")
@@ -76,11 +74,6 @@ class Ranks:
     @property
     def num_sequence(self) -> int:
         return 1 if self.layout is None else self.layout.degrees.sequence
-
-    def build_device(self, device: torch.device) -> torch.device:
-        """Return where the whole model is made: in host memory if sharding then moves its parts to `device`."""
-        sharded = self.layout is not None and self.layout.degrees.shards_parameters
-        return device.__class__("cpu") if sharded else device
 
     def sum_over_rows(self, *values: float) -> list[float]:
         """Sum values that each rank counted over its whole rows."""

@@ -23,6 +23,7 @@ from recipes.assemble import (
 )
 from recipes.config import Config
 from recipes.device import be_deterministic, choose_device
+from recipes.distributed_build import build_once
 from recipes.forecast import foresee
 from recipes.loop import evaluate, loss_takes_num_items, train
 from recipes.meter import Meter, device_peak
@@ -44,13 +45,15 @@ def main(cfg: Config, run: RunDir) -> None:
     foreseen = foresee(cfg, config, device, run)
 
     seed_everything(cfg.seed)
-    model = add_adapter(build_model(cfg.model, config, run.ranks.build_device(device)), cfg.peft)
+    model, whole = build_once(
+        lambda where: add_adapter(build_model(cfg.model, config, where), cfg.peft), device, run.ranks
+    )
     run.console.say(describe(model, cfg.model))
     split_tensors(model, run)
     precision = set_precision(cfg, model, run)
     set_attention(cfg, model, device, run)
     handle = apply_strategy(cfg, model, foreseen, run)
-    precision = shard(cfg, model, precision, run)
+    precision = shard(cfg, model, precision, run, whole, device)
     state = make_train_state(cfg, model, precision, data)
     start = resume(cfg, state, run)
 

@@ -6,15 +6,18 @@ Runs on each rank (see dist_kit); compares with one process, which every rank is
 from __future__ import annotations
 
 import gc
+import math
 import tempfile
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import ckpt
 from ckpt.parallel import attend_in_sequence_shards, make_layout, shard, split_tensors
 from ckpt.parallel.ulysses import shard_sequence
+from ckpt.simulate import Simulator
 
 SHAPE = {
     "vocab_size": 64,
@@ -33,8 +36,24 @@ KINDS = {
 ROWS, TOKENS = 4, 12
 
 
-def strategies():
-    """The strategies of the matrix, `auto` with a budget under which something must be replayed."""
+def planned(kind: str, degrees: dict[str, int]) -> dict:
+    """Plan `auto` for one rank of a mesh, under a budget that some layers must be replayed for, as rank 0's process
+    apart does."""
+    mesh = {name: degree for name, degree in degrees.items() if degree > 1}
+    rows = ROWS // math.prod(degrees.get(name, 1) for name in ("replicate", "shard"))
+    work = ckpt.Workload(rows, TOKENS, dtype="fp32", optimizer=None, loss="chunked", mesh=mesh)
+    simulator = Simulator(KINDS[kind][0](**SHAPE), work)
+    try:
+        least, most = (int(simulator.run(name).steady.total.max()) for name in ("full", "none"))
+        auto = ckpt.Auto(budget_gib=(least + most) / 2 / 2**30, bitwise=True)
+        plan = auto.plan(simulator, work)
+    finally:
+        simulator.close()
+    return plan.to_dict()
+
+
+def strategies(plan: dict):
+    """The strategies of the matrix."""
     return {
         "none": "none",
         "full": "full",
@@ -42,6 +61,7 @@ def strategies():
         "segments": ckpt.Segments(size=2),
         "segments, inner replay": ckpt.Segments(size=2, inner="replay"),
         "offload disk": ckpt.Offload(target="disk", directory=tempfile.gettempdir()),
+        "auto": ckpt.Plan.from_dict(plan),
     }
 
 
@@ -95,7 +115,7 @@ def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     return errors[name], name
 
 
-def check_cells(rank: int, degrees: dict[str, int], kind: str) -> list[tuple[str, float, float]]:
+def check_cells(rank: int, degrees: dict[str, int], kind: str, plan: dict) -> list[tuple[str, float, float]]:
     """Check every strategy on one mesh: against one process, and with dropout bitwise against no checkpointing.
 
     Return, for rank 0's report, (strategy, error of the loss, largest error of a gradient)."""
@@ -103,7 +123,7 @@ def check_cells(rank: int, degrees: dict[str, int], kind: str) -> list[tuple[str
     inputs, figures = batch(), []
     expected_loss, expected = step(build(kind, None)[0], inputs)
     random = None
-    for name, strategy in strategies().items():
+    for name, strategy in strategies(plan).items():
         model, handle = build(kind, strategy, layout)
         step(model, inputs, layout)  # the first step records, the second one runs by the record
         loss, found = step(model, inputs, layout)
@@ -112,6 +132,9 @@ def check_cells(rank: int, degrees: dict[str, int], kind: str) -> list[tuple[str
         assert abs(loss - expected_loss) <= 1e-6, (name, float(loss), float(expected_loss))
         assert largest <= 1e-5, (name, where, largest)
         check_audit(name, handle)
+        audits: list = [None] * layout.degrees.num_ranks
+        dist.all_gather_object(audits, handle.audit().layers)
+        assert all(audit == audits[0] for audit in audits), f"{name}: ranks decide differently"
 
         model, _ = build(kind, strategy, layout, dropout=0.3)
         drawn = []
@@ -135,9 +158,16 @@ def check_audit(name: str, handle) -> None:
     if name.startswith("segments"):
         linked = [all(position is not None for _, _, position, _ in region.programs) for region in handle.regions]
         assert linked == [False, True, False, True], "a segment's later layers must not hold their inputs"
+    if name == "auto":
+        replays = [layer.replays for layer in handle.audit().layers]
+        assert sum(replays) > 0, "nothing is replayed"
+        assert 0 in replays or any(layer.ops_kept for layer in handle.audit().layers), "nothing is kept"
     for layer in handle.audit().layers:
         assert layer.dynamic_because is None, (name, layer)
         assert layer.calls == 2, (name, layer)
+        if name == "auto":
+            assert layer.replays in (0, 2), layer
+            continue
         again = name.startswith("segments, inner replay") and layer.index % 2 == 0
         assert layer.replays == (4 if again else 2), (name, layer)
         if name == "selective":

@@ -1,13 +1,13 @@
 """Strategies x meshes against one process: one spawn a mesh runs all its cells (tests/dist_cells.py).
 
 Loss within 1e-6, gradients within 1e-5 of one process in fp32; with dropout bitwise equal to the same mesh without
-checkpointing.
+checkpointing. `auto` is planned for one rank of the mesh and must be the same on all.
 """
 
 import math
 
 import pytest
-from dist_cells import check_cells
+from dist_cells import check_cells, planned
 from dist_kit import run_ranks
 
 MESHES = {
@@ -26,5 +26,6 @@ CELLS += [(mesh, kind) for kind in ("qwen3", "mixtral") for mesh in ("shard 2", 
 @pytest.mark.parametrize("mesh, kind", CELLS)
 def test_every_strategy_on_a_mesh_equals_one_process(mesh, kind):
     degrees = MESHES[mesh]
-    for name, loss, gradient in run_ranks(check_cells, math.prod(degrees.values()), degrees, kind, timeout=600):
+    plan = planned(kind, degrees)
+    for name, loss, gradient in run_ranks(check_cells, math.prod(degrees.values()), degrees, kind, plan, timeout=240):
         print(f"{mesh:>22} {kind:<8} {name:<24} loss {loss:.1e} gradients {gradient:.1e}")
