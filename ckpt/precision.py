@@ -99,9 +99,21 @@ def prepare(model: nn.Module, dtype: str) -> Precision:
         if dtype == "bf16" and parameter.requires_grad and target != torch.float32:
             # A copy even of fp32 weights: the cast below frees the original.
             masters[name] = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-        parameter.data = parameter.data.to(target)
-        parameter.grad = None
+        cast_in_place(parameter, target)
     return Precision(model, masters)
+
+
+def cast_in_place(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Cast a parameter without making another one, and drop its gradient.
+
+    A DTensor (tensor parallelism) keeps its local part and a note of its dtype beside what `.data` sets: without them
+    it says bf16 and computes in fp32 (torch 2.11 to 2.13).
+    """
+    made = parameter.data.to(dtype)
+    parameter.data = made
+    if hasattr(parameter, "_local_tensor"):
+        parameter._local_tensor, parameter._spec = made._local_tensor, made._spec
+    parameter.grad = None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipes.allocator import keep_freed_memory
 from recipes.config import Config, from_dict, to_dict
-from recipes.distributed import OtherRankFailed
+from recipes.distributed import PATIENCE_SECONDS, OtherRankFailed
 from recipes.errors import RunStopped, is_disk_full, is_mistake, one_line
 from recipes.resuming import continued
 from recipes.schema import docs
@@ -75,6 +75,7 @@ def main(task: Callable[[Config], None]) -> None:
     except (Exception, KeyboardInterrupt) as error:
         failures.append(error)
     if failures:
+        leave_the_word_to_rank_0(failures[0])
         code = report(failures[0], argv)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             # Taking a process group down waits for the other ranks, and these may wait for us.
@@ -82,6 +83,13 @@ def main(task: Callable[[Config], None]) -> None:
             sys.stderr.flush()
             os._exit(code)
         sys.exit(code)
+
+
+def leave_the_word_to_rank_0(error: BaseException) -> None:
+    """On another rank, wait with a mistake: rank 0 makes the same one, says it, and the launcher ends us meanwhile."""
+    if is_mistake(error) and os.environ.get("RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(USAGE_ERROR))
+        time.sleep(PATIENCE_SECONDS)
 
 
 def report(error: BaseException, argv: Sequence[str]) -> int:

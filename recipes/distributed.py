@@ -154,7 +154,7 @@ class Ranks:
         except Exception:  # the store went down with its rank: then nobody can tell
             return "another rank ended; see above"
         if first != own:
-            return first
+            return None if is_mistake(error) else first  # all ranks make the same mistake: it is not another's
         if not is_mistake(error) and not isinstance(error, KeyboardInterrupt):
             print(f"[rank {self.rank}] failed:", file=sys.stderr)
             traceback.print_exception(error)

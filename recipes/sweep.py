@@ -87,7 +87,7 @@ def by_torchrun(ranks: int) -> list[str]:
     """Return what stands between the interpreter and the program, so that a job runs on several ranks."""
     if ranks == 1:
         return []
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return ["-m", "recipes.launch", "--standalone", f"--nproc-per-node={ranks}"]
 
 
 def job_names(jobs: Sequence[Sequence[str]], first: int = 0) -> list[str]:

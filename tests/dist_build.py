@@ -9,6 +9,7 @@ import torch.distributed as dist
 from dist_cells import SHAPE, whole
 
 from ckpt.parallel import cast, make_layout, shard, split_tensors
+from ckpt.precision import prepare
 from recipes.config import Model, Peft
 from recipes.distributed import Ranks
 from recipes.distributed_build import build_once
@@ -37,19 +38,24 @@ def check_parts(rank: int, degrees: dict[str, int], kind: str, dtype: str, folde
     chosen = model_of(kind, folder)
     torch.manual_seed(3)
     expected = build_on(torch.device("cpu"), chosen, peft)
-    cast(expected, dtype)
     torch.manual_seed(3)
     model, values = build_once(lambda where: build_on(where, chosen, peft), torch.device("cpu"), ranks)
-    assert all(p.is_meta for p in model.parameters()) == (rank > 0)
+    assert all(p.is_meta for p in model.parameters()) == (values is not None and rank > 0)
     split_tensors(model, layout)
-    cast(model, dtype)
-    shard(model, layout, dtype=dtype)
-    values.hand_out(model, torch.device("cpu"))
+    if layout.degrees.shards_parameters:
+        cast(expected, dtype)
+        cast(model, dtype)
+        shard(model, layout, dtype=dtype)
+        values.hand_out(model, torch.device("cpu"))
+    else:
+        prepare(expected, dtype)
+        prepare(model, dtype)
     wanted = dict(expected.named_parameters()) | dict(expected.named_buffers())
     found = dict(model.named_parameters()) | dict(model.named_buffers())
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype and found[name].requires_grad == tensor.requires_grad, name
+        same = (found[name].dtype, found[name].requires_grad) == (tensor.dtype, tensor.requires_grad)
+        assert same, (name, found[name].dtype, found[name].requires_grad)
         assert torch.equal(whole(found[name].detach()), tensor.detach()), name
     layout.close()
     del model, found

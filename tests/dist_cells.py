@@ -33,16 +33,16 @@ KINDS = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
 }
-ROWS, TOKENS = 4, 12
+ROWS, TOKENS, DROPOUT = 4, 12, 0.3
 
 
-def planned(kind: str, degrees: dict[str, int]) -> dict:
+def planned(kind: str, degrees: dict[str, int], dropout: float) -> dict:
     """Plan `auto` for one rank of a mesh, under a budget that some layers must be replayed for, as rank 0's process
     apart does."""
     mesh = {name: degree for name, degree in degrees.items() if degree > 1}
     rows = ROWS // math.prod(degrees.get(name, 1) for name in ("replicate", "shard"))
     work = ckpt.Workload(rows, TOKENS, dtype="fp32", optimizer=None, loss="chunked", mesh=mesh)
-    simulator = Simulator(KINDS[kind][0](**SHAPE), work)
+    simulator = Simulator(KINDS[kind][0](**SHAPE, attention_dropout=dropout), work)
     try:
         least, most = (int(simulator.run(name).steady.total.max()) for name in ("full", "none"))
         auto = ckpt.Auto(budget_gib=(least + most) / 2 / 2**30, bitwise=True)
@@ -115,7 +115,7 @@ def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     return errors[name], name
 
 
-def check_cells(rank: int, degrees: dict[str, int], kind: str, plan: dict) -> list[tuple[str, float, float]]:
+def check_cells(rank: int, degrees: dict[str, int], kind: str, plans: list[dict]) -> list[tuple[str, float, float]]:
     """Check every strategy on one mesh: against one process, and with dropout bitwise against no checkpointing.
 
     Return, for rank 0's report, (strategy, error of the loss, largest error of a gradient)."""
@@ -123,7 +123,8 @@ def check_cells(rank: int, degrees: dict[str, int], kind: str, plan: dict) -> li
     inputs, figures = batch(), []
     expected_loss, expected = step(build(kind, None)[0], inputs)
     random = None
-    for name, strategy in strategies(plan).items():
+    plain, with_dropout = map(strategies, plans)
+    for name, strategy in plain.items():
         model, handle = build(kind, strategy, layout)
         step(model, inputs, layout)  # the first step records, the second one runs by the record
         loss, found = step(model, inputs, layout)
@@ -136,7 +137,7 @@ def check_cells(rank: int, degrees: dict[str, int], kind: str, plan: dict) -> li
         dist.all_gather_object(audits, handle.audit().layers)
         assert all(audit == audits[0] for audit in audits), f"{name}: ranks decide differently"
 
-        model, _ = build(kind, strategy, layout, dropout=0.3)
+        model, _ = build(kind, with_dropout[name], layout, dropout=DROPOUT)
         drawn = []
         for _ in range(2):
             torch.manual_seed(7 + layout.place.tokens)

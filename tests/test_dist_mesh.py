@@ -7,7 +7,7 @@ checkpointing. `auto` is planned for one rank of the mesh and must be the same o
 import math
 
 import pytest
-from dist_cells import check_cells, planned
+from dist_cells import DROPOUT, check_cells, planned
 from dist_kit import run_ranks
 
 MESHES = {
@@ -26,6 +26,7 @@ CELLS += [(mesh, kind) for kind in ("qwen3", "mixtral") for mesh in ("shard 2", 
 @pytest.mark.parametrize("mesh, kind", CELLS)
 def test_every_strategy_on_a_mesh_equals_one_process(mesh, kind):
     degrees = MESHES[mesh]
-    plan = planned(kind, degrees)
-    for name, loss, gradient in run_ranks(check_cells, math.prod(degrees.values()), degrees, kind, plan, timeout=240):
+    num_ranks = math.prod(degrees.values())
+    plans = [planned(kind, degrees, dropout) for dropout in (0.0, DROPOUT)]
+    for name, loss, gradient in run_ranks(check_cells, num_ranks, degrees, kind, plans, timeout=200):
         print(f"{mesh:>22} {kind:<8} {name:<24} loss {loss:.1e} gradients {gradient:.1e}")

@@ -18,9 +18,20 @@ class Unreplayable(ValueError):
     """A layer does what no replay can repeat. The message says what, and what to change."""
 
 
+def _collective_wrappers() -> set[Any]:
+    """Ops that wrap the result of a collective, and wait for it. Whether they are issued depends on the wrapper: a
+    result that is skipped or fed has none, and none is made on fake tensors (torch 2.11 to 2.13)."""
+    if not torch.distributed.is_available():
+        return set()
+    from torch.distributed import _functional_collectives  # noqa: F401  (registers the ops)
+
+    names, space = ("wait_tensor", "_wrap_tensor_autograd"), torch.ops._c10d_functional
+    return {getattr(space, name).default for name in names if hasattr(space, name)}
+
+
 # Metadata queries and aliases without a value of their own: neither counted nor decided on. Autograd and the pack hooks
 # issue `detach` at their own discretion, so counting it would make the numbering depend on the hooks.
-IGNORED = {
+IGNORED = _collective_wrappers() | {
     aten.detach.default,
     aten.alias.default,
     torch.ops.prim.device.default,

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ckpt.layers import find_layers, unwrapped
 from ckpt.parallel.mesh import Layout
-from ckpt.precision import DTYPES
+from ckpt.precision import DTYPES, cast_in_place
 
 POLICIES = {
     "fp32": {},
@@ -64,8 +64,7 @@ def cast(model: nn.Module, dtype: str) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             masters = dtype == "bf16" and parameter.requires_grad
-            parameter.data = parameter.data.to(torch.float32 if masters else DTYPES[dtype])
-            parameter.grad = None
+            cast_in_place(parameter, torch.float32 if masters else DTYPES[dtype])
 
 
 def _apart(model: nn.Module) -> list[nn.Module]:

@@ -16,4 +16,5 @@ fi
 # Two ranks on one machine share its cores. torchrun would set 1 and say so in four lines.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" "$root/train.py" "$@"
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+exec "$python" -m recipes.launch --standalone --nproc-per-node "$NPROC" "$root/train.py" "$@"
