@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt.engine.outside import is_outside
-from ckpt.engine.record import Record
+from ckpt.engine.record import Op, Record
 from ckpt.plan import Decision
 
 # A layer is replayed in parts only if the largest part is at most this share of the whole: each part costs some
@@ -27,7 +27,7 @@ class Analysis:
         chosen = {op.index: decisions.get(op.index, Decision.RECOMPUTE) for op in record.ops if op.makes}
         self.kept = {s for i, d in chosen.items() if d is not Decision.RECOMPUTE for s in record.ops[i].makes}
         self.demoted: dict[int, str] = {}
-        self.readers, self.writers = record.reads_and_writes()
+        self.readers, self.writers = record.once(Record.reads_and_writes)
         self.feedable = set()
         for s in self.kept:
             reason = self._not_feedable(record, s)
@@ -77,6 +77,20 @@ class Liveness:
         return set().union(*self.fed.values())
 
 
+def _musts(record: Record) -> list[tuple[Op, bool, tuple[int, ...]]]:
+    """Return each op, whether it runs in every replay, and what it writes inside the layer."""
+    found = []
+    for op in record.ops:
+        written = tuple(s for s in op.writes if not is_outside(record, s))
+        must = (
+            op.is_data_dependent
+            or (not op.writes and all(o is None for o in op.outputs))
+            or (len(op.writes) > 1 and bool(written))  # all of it or nothing
+        )
+        found.append((op, must, written))
+    return found
+
+
 def liveness(record: Record, analysis: Analysis, wanted: Iterable[int]) -> Liveness:
     """Return what must run to make the saved tensors `wanted` (pack numbers) again."""
     saved = record.saved
@@ -89,24 +103,21 @@ def liveness(record: Record, analysis: Analysis, wanted: Iterable[int]) -> Liven
     found = Liveness()
     needed: set[int] = set()
     random_follows = False
-    for op in reversed(record.ops[:end]):
-        needed.update(wanted_after[op.index + 1])
-        asked = needed.intersection(op.makes)
-        if asked and asked <= analysis.feedable and not (op.is_random and random_follows):
+    feedable = analysis.feedable
+    for op, must_run, written in reversed(record.once(_musts)[:end]):
+        if op.index + 1 in wanted_after:
+            needed.update(wanted_after[op.index + 1])
+        is_drawn = op.is_random and random_follows
+        asked = needed.intersection(op.makes) if op.makes else None
+        if asked and asked <= feedable and not is_drawn:
             found.fed[op.index] = asked
             found.real |= asked
             needed -= asked
             found.runs[op.index] = False
             continue
-        writes_fed = any(s in analysis.feedable for s in op.writes)
-        runs = (
-            op.is_data_dependent
-            or bool(asked)
-            or (not writes_fed and any(s in needed and not is_outside(record, s) for s in op.writes))
-            or (op.is_random and random_follows)
-            or (not op.writes and all(o is None for o in op.outputs))
-            or (len(op.writes) > 1 and not all(is_outside(record, s) for s in op.writes))  # all of it or nothing
-        )
+        runs = must_run or bool(asked) or is_drawn
+        if not runs and written and feedable.isdisjoint(op.writes):
+            runs = not needed.isdisjoint(written)
         found.runs[op.index] = runs
         if runs:
             needed.update(op.reads)

@@ -38,7 +38,7 @@ def outside_reads(record: Record, ops: list[Op]) -> frozenset[int]:
 def needed_ops(record: Record) -> list[Op]:
     """Return the ops that a saved tensor or the layer's output may depend on: all but those that serve nothing but a
     write outside, such as the arithmetic of a running mean."""
-    readers, _ = record.reads_and_writes()
+    readers, _ = record.once(Record.reads_and_writes)
     needed = {s.storage for s in record.saved}
     needed |= {s for op in record.ops for s in op.makes if not readers[s]}
     found = []
@@ -65,7 +65,7 @@ def overwritten_after_read(record: Record) -> int | None:
             if record.producer[s] == EXTERNAL:
                 last_write[s] = op.index
     if last_write:
-        for op in needed_ops(record):
+        for op in record.once(needed_ops):
             for s in outside_reads(record, [op]):
                 if op.index < last_write.get(s, -1):
                     return s

@@ -90,7 +90,11 @@ class Program:
 
 
 def build_program(
-    record: Record, decisions: Mapping[int, Decision], dropped_args: frozenset[int] = frozenset(), split: bool = True
+    record: Record,
+    decisions: Mapping[int, Decision],
+    dropped_args: frozenset[int] = frozenset(),
+    split: bool = True,
+    to_run: bool = True,
 ) -> Program:
     """Build the program of one layer call.
 
@@ -99,6 +103,7 @@ def build_program(
         decisions: by op index, what the policy does with the op's outputs. Missing means recompute.
         dropped_args: numbers of the layer's tensor arguments that can be brought back and are not to be held.
         split: replay parts of the layer apart where that repeats no FLOPs.
+        to_run: False leaves out the actions, for those who only ask what is held and run.
 
     Raises:
         Unreplayable: if the layer overwrites a buffer or an argument that a replay would have to read as it was.
@@ -110,9 +115,9 @@ def build_program(
         # Nothing else needs a replay, so parameters in another dtype are not worth one.
         packs, dropped = [Pack.PASS if code is Pack.DROP else code for code in packs], []
     groups = split_stages(record, analysis, dropped) if split else [frozenset(dropped)]
-    built = [_build_stage(record, analysis, group) for group in groups if group]
+    built = [_build_stage(record, analysis, group, to_run) for group in groups if group]
     if built:
-        _refuse_overwritten(record)
+        record.once(_refuse_overwritten)
     fed = frozenset().union(*(stage.fed_storages for stage in built))
     captures = _mark_sources(record, packs, fed)
     held = {record.saved[n].storage for n, code in enumerate(packs) if code in (Pack.KEEP, Pack.FEED)} | set(captures)
@@ -128,9 +133,17 @@ def build_program(
         away_bytes=sum(record.storage_bytes[s] for s in away),
         kept_ops=frozenset(record.producer[s] for s in held),
         demoted=analysis.demoted,
-        outside_reads=outside_reads(record, needed_ops(record)),
-        writes_outside=any(writes_outside(record, op) for op in record.ops),
+        outside_reads=record.once(_needed_outside_reads),
+        writes_outside=record.once(_writes_anything_outside),
     )
+
+
+def _needed_outside_reads(record: Record) -> frozenset[int]:
+    return outside_reads(record, record.once(needed_ops))
+
+
+def _writes_anything_outside(record: Record) -> bool:
+    return any(writes_outside(record, op) for op in record.ops)
 
 
 def _refuse_overwritten(record: Record) -> None:
@@ -163,7 +176,7 @@ def _pack_code(record: Record, storage: int, kept: set[int], dropped_args: froze
     return Pack.KEEP if storage in kept else Pack.DROP
 
 
-def _build_stage(record: Record, analysis: Analysis, wanted: frozenset[int]) -> Stage:
+def _build_stage(record: Record, analysis: Analysis, wanted: frozenset[int], to_run: bool) -> Stage:
     stage = Stage(wanted=wanted, last=max(wanted))
     end = max(record.saved[n].at for n in wanted)
     if record.is_opaque:
@@ -171,6 +184,9 @@ def _build_stage(record: Record, analysis: Analysis, wanted: frozenset[int]) -> 
     live = liveness(record, analysis, wanted)
     stage.runs = tuple(op.index for op in record.ops[:end] if live.runs[op.index] and not op.is_view)
     stage.flops = sum(record.ops[i].flops for i in stage.runs)
+    stage.fed_storages = frozenset(live.fed_storages)
+    if not to_run:
+        return stage
     skipped_flops = 0
     for op in record.ops[:end]:
         if op.index in live.fed:
@@ -189,7 +205,6 @@ def _build_stage(record: Record, analysis: Analysis, wanted: frozenset[int]) -> 
             stage.actions[op.index] = _skip(op, live.fed_storages, live.real)
             skipped_flops += op.flops
     stage.needs_mode = stage.needs_mode or skipped_flops > 0
-    stage.fed_storages = frozenset(live.fed_storages)
     stage.outside_reads = outside_reads(record, [op for op in record.ops[:end] if live.runs[op.index]])
     if not stage.needs_mode:
         stage.actions.clear()

@@ -10,9 +10,9 @@ without a dispatch mode.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,6 +31,8 @@ from ckpt.engine.ops import (
     written_arguments,
 )
 from ckpt.flops import op_flops
+
+T = TypeVar("T")
 
 # Producers of storages that no op of the layer made.
 EXTERNAL = -1  # parameters, buffers, closures
@@ -71,10 +73,10 @@ class Op:
     flops: int
     num_bytes: int
     contraction: int = 0  # of a batched matmul: the length of the summed dimension
+    is_view: bool = field(init=False)  # asked very often
 
-    @property
-    def is_view(self) -> bool:
-        return not self.makes and not self.writes and any(o is not None for o in self.outputs)
+    def __post_init__(self) -> None:
+        self.is_view = not self.makes and not self.writes and any(o is not None for o in self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,14 @@ class Record:
     bypasses: list[str] = field(default_factory=list)  # other ways in which values passed by the record
     python_reads: list[tuple[int, int]] = field(default_factory=list)  # (after how many ops, storage) by `tolist`
     state: tuple[int | None, ...] = ()  # storage of each parameter and buffer of the layer, None if it took no part
+    _told: dict[Callable, tuple[int, Any]] = field(default_factory=dict, compare=False, repr=False)
+
+    def once(self, ask: Callable[[Record], T]) -> T:
+        """Return `ask(record)`, remembered until more ops come: planning builds thousands of programs of a record."""
+        known = self._told.get(ask)
+        if known is None or known[0] != len(self.ops):
+            known = self._told[ask] = (len(self.ops), ask(self))
+        return known[1]
 
     @property
     def is_data_dependent(self) -> bool:

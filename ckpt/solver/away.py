@@ -49,7 +49,7 @@ def away_options(options: Sequence[Option], record: Record, price: Price, room: 
         for moves_input, moves_kept in ways:
             away, held, cost, flops = given if moves_input else 0, option.held_bytes, option.cost, option.flops
             if moves_kept:
-                program = build_program(record, dict.fromkeys(option.keep, Decision.OFFLOAD))
+                program = build_program(record, dict.fromkeys(option.keep, Decision.OFFLOAD), to_run=False)
                 if not program.away_bytes:
                     continue
                 away, held, flops = away + program.away_bytes, program.kept_bytes, program.replay_flops

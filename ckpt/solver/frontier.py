@@ -198,8 +198,11 @@ class Frontier:
     def smallest(self) -> Candidate:
         """Return the plan with the lowest peak."""
         allowed = [c for c in self.candidates if not c.away_bytes or c.away_bytes <= c.space.room.budget_bytes]
-        lowest = sorted(allowed, key=lambda c: c.estimate)[:4]
-        return min([*lowest, *self.segmented], key=self.peak_of)
+        least: Candidate | None = None
+        for candidate in sorted(allowed, key=lambda c: c.estimate)[:4]:
+            if least is None or candidate.estimate < least.peak_bytes:
+                least = min(filter(None, (least, candidate)), key=self.peak_of)
+        return min([least, *self.segmented], key=self.peak_of)
 
     def next_cheaper(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
         """Return the plan that a larger budget would allow next."""

@@ -58,7 +58,7 @@ class Pricing:
         keep = frozenset(keep)
         found = self._known.get(keep)
         if found is None:
-            program = build_program(self.record, dict.fromkeys(keep, Decision.KEEP))
+            program = build_program(self.record, dict.fromkeys(keep, Decision.KEEP), to_run=False)
             held = program.kept_ops
             found = Option(
                 keep=frozenset(i for i in keep if i in held),  # what nobody needs is not worth a decision
