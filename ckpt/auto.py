@@ -119,7 +119,7 @@ class Auto:
             "disk_budget_bytes": int(self.disk_budget_gib * GIB),
             "predicted_peak_bytes": best.peak_bytes,
             "predicted_offloaded_bytes": best.simulated.steady.host_bytes,
-            "predicted_seconds": self.seconds_of(best) if self.objective == "seconds" else None,
+            "predicted_seconds": self.seconds_of(best, work) if self.objective == "seconds" else None,
             "recompute_flops": best.flops,
             "recompute_cost": best.cost,
             "stall_cost": best.stall,
@@ -128,9 +128,9 @@ class Auto:
             "workload": work.to_dict(),
         }
 
-    def seconds_of(self, best: Candidate) -> float:
+    def seconds_of(self, best: Candidate, work: Workload) -> float:
         """Return the seconds of a step under the plan, by the device's roofline, waiting for the link included."""
-        return self.device().seconds(best.simulated.steady.rows) + best.stall
+        return self.device().seconds(best.simulated.steady.rows) + best.stall * work.grad_accum
 
     def rooms(self) -> list[Room]:
         """Return where tensors may be offloaded to."""

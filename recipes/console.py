@@ -103,6 +103,10 @@ def end_rows(summary: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
         rows.append(("held-out loss", f"{summary['eval_loss']:.3f}"))
     if summary.get("tokens_per_second") is not None:
         rows.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s"))
+    if summary.get("step_seconds") is not None:
+        foreseen = summary.get("predicted_step_seconds")  # a roofline: of a CPU, by rules of thumb
+        roofline = f" (roofline estimate {foreseen:.3g} s)" if foreseen is not None else ""
+        rows.append(("step", f"{summary['step_seconds']:.3g} s{roofline}"))
     peak, predicted = summary.get("peak_bytes"), summary.get("predicted_peak_bytes")
     if peak is not None:
         rows.append(("peak memory", mib(peak)))

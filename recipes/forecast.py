@@ -83,7 +83,7 @@ def foresee(cfg: Config, config: PreTrainedConfig, device: torch.device, run: Ru
     where = getattr(resolve(strategy), "offload", None)
     if where is not None:
         check_room(where["target"], where.get("directory"), prediction.host_bytes)
-    run.update(predicted_peak_bytes=prediction.peak_bytes)
+    run.update(predicted_peak_bytes=prediction.peak_bytes, predicted_step_seconds=prediction.step_seconds)
     run.describe(prediction=prediction.to_dict())
     target = target_device(cfg, device)
     wanted = prediction if target == here else read(ran, work, target)

@@ -99,6 +99,7 @@ class Meter:
     _is_first: bool = True
     _seconds: float = 0.0
     _tokens: int = 0
+    _steps: int = 0
     _model_flops: float = 0.0
 
     def start(self, is_probe: bool = False) -> None:
@@ -130,6 +131,7 @@ class Meter:
         if not self._is_probe and not self._is_first:
             self._seconds += seconds
             self._tokens += tokens
+            self._steps += 1
         self._is_first = False
         return {
             "tokens": tokens,
@@ -141,8 +143,16 @@ class Meter:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return the throughput over the steps that count; None before there is one."""
-        return {"tokens_per_second": self._tokens / self._seconds if self._seconds else None}
+        """Return throughput and mean time over the steps that count; None before there is one."""
+        return {
+            "tokens_per_second": self._tokens / self._seconds if self._seconds else None,
+            "step_seconds": self.mean_seconds,
+        }
+
+    @property
+    def mean_seconds(self) -> float | None:
+        """Mean time of the steps that count so far; None before there is one."""
+        return self._seconds / self._steps if self._steps else None
 
     def _utilization(self, flops: float | None, seconds: float) -> float | None:
         return None if flops is None else flops / seconds / self.peak.flops

@@ -94,7 +94,8 @@ class Probe:
         )
         if run.writes:
             plan = self.handle.plan()
-            plan.source = self.source | {"measured_peak_bytes": self.ledger.peak_bytes}
+            measured = {"measured_peak_bytes": self.ledger.peak_bytes, "measured_step_seconds": self.meter.mean_seconds}
+            plan.source |= self.source | measured  # `auto` and loaded plans bring one: budget, what binds
             run.save_json("plan.json", plan.to_dict())
             run.tracker.table("plan", ("layers", "op", "decision"), plan_rows(plan))
             draw_memory(self.ledger, run.path / "memory.png", predicted_peak_bytes=run.summary["predicted_peak_bytes"])

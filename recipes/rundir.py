@@ -40,6 +40,8 @@ SUMMARY_FIELDS = (
     "predicted_peak_bytes",
     "residents",
     "tokens_per_second",
+    "step_seconds",
+    "predicted_step_seconds",
     "first_loss",
     "final_loss",
     "recompute_flops",

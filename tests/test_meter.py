@@ -44,11 +44,11 @@ def test_pairs_of_packed_documents_count_each_on_its_own():
 def test_throughput_leaves_out_the_first_step_and_probe_steps(clock):
     meter = Meter(CPU, Peak(1e9, ""))
     timed(meter, clock, 100.0)
-    assert meter.summary() == {"tokens_per_second": None}
+    assert meter.summary() == {"tokens_per_second": None, "step_seconds": None}
     timed(meter, clock, 2.0)
     timed(meter, clock, 50.0, is_probe=True)
     timed(meter, clock, 2.0, batch_of(padding=20))
-    assert meter.summary() == {"tokens_per_second": (32 + 12) / 4.0}
+    assert meter.summary() == {"tokens_per_second": (32 + 12) / 4.0, "step_seconds": 2.0}
 
 
 def test_padding_is_no_token(clock):
