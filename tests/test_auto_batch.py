@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,3 +73,28 @@ def test_rows_are_predicted_by_plans_within_the_budget():
     assert chosen.batch_size * chosen.grad_accum == 2
     assert dataclasses.replace(chosen, batch_size="auto", grad_accum=2) == cfg
     assert sum("tokens/s" in line for line in said) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_a_run_trains_with_the_batch_it_chose_within_the_budget(in_tmp):
+    Path("notes.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    budget = 0.031  # keeping everything takes more with two rows
+    words = ["+strategy=auto", f"strategy.budget_gib={budget}", "strategy.hardware=cpu", "strategy.bitwise=true",
+             "batch_size=auto", "grad_accum=2", "steps=4", "seq_len=256", "eval.batches=0", "data=text",
+             "data.path=notes.txt", "tracker=none", "name=chosen", "model.config.num_hidden_layers=2"]  # fmt: skip
+    train = Path(__file__).resolve().parent.parent / "train.py"
+    done = subprocess.run([sys.executable, train, *words], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tokens/s, ") + done.stderr.count("tokens/s, ") >= 2
+    summary = json.loads(Path("runs/chosen/summary.json").read_text())
+    plan = json.loads(Path("runs/chosen/plan.json").read_text())
+    assert summary["status"] == "ok"
+    assert summary["peak_bytes"] <= budget * 2**30
+    assert summary["batch_size"] in (1, 2)
+    # What was planned, and beside it what was measured.
+    assert plan["source"]["predicted_peak_bytes"] <= plan["source"]["budget_bytes"]
+    assert plan["source"]["measured_peak_bytes"] == summary["peak_bytes"]
+    assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_bytes"], rel=1e-5)
+    assert plan["source"]["measured_step_seconds"] > 0
+    assert summary["step_seconds"] > 0 and summary["predicted_step_seconds"] > 0
