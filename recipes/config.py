@@ -38,7 +38,9 @@ class Model:
         None, "hub ID or folder of a model, package:NAME of an installed one, or a label beside `config`"
     )
     init: Literal["pretrained", "random"] = key("pretrained", "real weights, or random ones from the config alone")
-    config: dict[str, Any] = key({}, "architecture for init=random, as in config.json; empty: read it from `name`")
+    config: dict[str, Any] = key(
+        {}, "architecture for init=random, as in config.json; empty: read from `name`; beside weights: what to change"
+    )
     tokenizer: str = key("auto", "auto: the model's own; byte: one token a byte, no file; or hub ID or folder")
     gguf_file: str | None = key(None, "GGUF file with the weights, inside `name`")
     revision: str | None = key(None, "branch, tag or commit on the hub")

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import datasets
 import huggingface_hub
+from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from recipes.config import Model
@@ -61,14 +62,18 @@ def reach(chosen: Model, load: Callable[[str], Any], what: str = "model ") -> An
             return load(name)
     except ImportError as error:
         raise ValueError(f"{what}{chosen.name} needs a package that is not installed: {first_line(error)}") from error
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and "mismatched" not in str(error):
+            raise
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{what}{chosen.name} brings Python code of its own, which is not run unasked. Read it; then "
                 "allow it with model.trust_remote_code=true."
             ) from error
         if is_folder:
-            fix = "The folder must hold what save_pretrained writes (config.json, model.safetensors, tokenizer files)."
+            fix = _inside(Path(name)) or (
+                "The folder must hold what save_pretrained writes (config.json, model.safetensors, tokenizer files)."
+            )
         else:
             fix = (
                 "Fetch it where there is a network (hf download, after hf auth login if it is gated), give a folder as "
@@ -123,6 +128,15 @@ def _finds_the_hub() -> bool:
     except OSError:
         return False
     return True
+
+
+def _inside(folder: Path) -> str:
+    """Say what a folder holds that is no model, but shows what was meant."""
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        return "It holds an adapter alone: give the model that it was trained on, or the two merged (merge_and_unload)."
+    if (folder / "export" / "config.json").exists():
+        return f"It is a run, whose model is in {folder / 'export'}."
+    return ""
 
 
 def _package_folder(name: str) -> str:

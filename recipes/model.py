@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import importlib.util
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,14 @@ from recipes.config import Model, Peft, RopeScaling
 from recipes.distributed import ONE, Ranks
 from recipes.hub import PACKAGE, first_line, from_where, no_bars_off_terminals, reach
 
+# Differ from the weights' own only where somebody changed them.
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
 
 def load_config(chosen: Model, seq_len: int) -> PreTrainedConfig:
     """Return the Transformers config: of written-out values for `init=random`, else read from folder or hub.
 
+    What `model.config` says beside pretrained weights is changed in theirs.
     Raises ValueError for an unknown architecture, one that is no causal language model, a model that cannot be reached,
     and a `seq_len` beyond its positions.
     """
@@ -41,6 +46,7 @@ def load_config(chosen: Model, seq_len: int) -> PreTrainedConfig:
         config = _written_out(dict(chosen.config))
     else:
         config = reach(chosen, lambda name: AutoConfig.from_pretrained(name, **from_where(chosen)))
+        _change(config, chosen.config, _label(chosen))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not _brings_own_class(chosen, config):
         raise ValueError(
             f"model {_label(chosen)} is a {type(config).__name__}, which is no causal language model. "
@@ -65,11 +71,14 @@ def build_model(chosen: Model, config: PreTrainedConfig, device: torch.device | 
         options: dict[str, Any] = {"dtype": "auto"}
         if chosen.gguf_file:  # without dequantize=True, save_pretrained raises afterwards (transformers 5.24)
             options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
-        model = reach(
+        options["output_loading_info"] = True
+        model, loaded = reach(
             chosen,
             lambda name: AutoModelForCausalLM.from_pretrained(name, config=config, **from_where(chosen), **options),
         )
+        _refuse_missing(loaded["missing_keys"], _label(chosen))
         model = model.to(device)
+    _refuse_encoder(model, _label(chosen))
     return model.train()
 
 
@@ -151,6 +160,50 @@ def describe(model: nn.Module, chosen: Model) -> str:
     return f"model {_label(chosen)}: {type(model).__name__}, {total / 1e6:,.2f} M parameters, {weights}{partly}"
 
 
+def _refuse_missing(names: Iterable[str], label: str) -> None:
+    """Refuse weights that are not all there: Transformers would draw the rest at random, and go on."""
+    if missing := sorted(names):
+        raise ValueError(
+            f"model {label} has no weights for {len(missing)} parameters of its shape ({', '.join(missing[:3])}"
+            f"{', ...' if len(missing) > 3 else ''}). Give a model whose config.json fits its weights, or train its "
+            "shape alone: model.init=random."
+        )
+
+
+def _refuse_encoder(model: nn.Module, label: str) -> None:
+    """Refuse BERT and its like as they are: each token sees the one that it is to predict."""
+    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    if getattr(model.config, "is_decoder", True) is False and causal and not any(causal):
+        raise ValueError(
+            f"model {label} is an encoder: its attention sees later tokens, those to be predicted among them. Make it "
+            "causal with model.config.is_decoder=true, or give another model."
+        )
+
+
+def _change(config: PreTrainedConfig, values: dict[str, Any], label: str, where: str = "model.config") -> None:
+    """Put `model.config` into the config of pretrained weights: dropout, say.
+
+    Where it is a whole written-out one (it names its model_type), which describes a hub's model to who cannot reach it,
+    nothing is changed; raises ValueError where it is another shape than that of the weights, or for an unknown field.
+    """
+    is_whole = "model_type" in values
+    for name, value in values.items():
+        path = f"{where}.{name}"
+        if is_whole:
+            if name in _SIZES and getattr(config, name, value) != value:
+                raise ValueError(
+                    f"{path}={value}, and the weights of model {label} were made with {getattr(config, name)}. Leave "
+                    "it out, or train the shape alone: model.init=random."
+                )
+        elif not hasattr(config, name):
+            raise ValueError(f"{path} is no field of a {config.model_type} config. Leave it out.")
+        elif isinstance(value, dict) and isinstance(getattr(config, name), PreTrainedConfig):
+            _change(getattr(config, name), value, label, path)
+        else:
+            before = getattr(config, name)
+            setattr(config, name, before | value if isinstance(before, dict) and isinstance(value, dict) else value)
+
+
 def _written_out(values: dict[str, Any]) -> PreTrainedConfig:
     model_type = values.pop("model_type", None)
     if model_type not in CONFIG_MAPPING:
@@ -198,9 +251,10 @@ def _stretch_positions(config: PreTrainedConfig, scaling: RopeScaling, seq_len: 
         positions = _scale_rope(config, scaling, positions, label)
     if positions is not None and seq_len > positions:
         needed = -(-seq_len // (positions / (scaling.factor if scaling.type != "none" else 1)))
+        stretch = f", or stretch them: model.rope_scaling.type=yarn model.rope_scaling.factor={needed:.0f}"
         raise ValueError(
-            f"seq_len={seq_len} is beyond the {positions} positions of model {label}. Lower seq_len, or "
-            f"stretch them: model.rope_scaling.type=yarn model.rope_scaling.factor={needed:.0f}"
+            f"seq_len={seq_len} is beyond the {positions} positions of model {label}. Lower seq_len"
+            + (stretch if getattr(config, "rope_parameters", None) else ": they are learned, and cannot be stretched.")
         )
 
 

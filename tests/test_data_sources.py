@@ -171,6 +171,20 @@ def test_mistakes_in_text_are_named(tmp_path):
     error(tmp_path, r"\.gz files are not read. Convert", name="a.gz", content=b"\x1f\x8b")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_mark_that_a_file_begins_with_is_no_text(tmp_path, streaming):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"text " * 9)
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "line"}\n' * 9)
+    made = build(path=str(tmp_path), streaming=streaming, shuffle=False)
+    assert read_all(made) == ["text " * 9, *["line"] * 9]
+    (tmp_path / "a.txt").write_text("text", encoding="utf-16")
+    with pytest.raises(ValueError, match="not UTF-8: byte 0xff at offset 0.*iconv -f utf-16"):
+        build(path=str(tmp_path), streaming=streaming)
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"caf\xe9")
+    with pytest.raises(ValueError, match="not UTF-8: byte 0xe9 at offset 6.*iconv -f latin1"):
+        build(path=str(tmp_path), streaming=streaming)
+
+
 def test_mistakes_in_jsonl_are_named_with_their_line(tmp_path):
     good = b'{"text": "a good line of text"}\n'
     error(tmp_path, r"a\.jsonl, line 3: not JSON \(.*column 10", name="a.jsonl", content=good * 2 + b'{"text": nope}\n')
@@ -291,6 +305,25 @@ def test_chats_in_bytes_have_a_template_of_their_own():
     tokens = chat_encoder(TOKENIZER)(CHAT)
     assert learned(TOKENIZER, tokens) == "Four.</s>Seven, then.</s>"
     assert (tokens.ids == TOKENIZER.eos_token_id).sum() == 5
+
+
+@pytest.mark.parametrize("answer", ["Four.", "assistant", "assistant:\nx"])
+def test_an_answer_that_a_chat_begins_with_is_learned_and_its_header_is_not(answer):
+    chat = [{"role": "assistant", "content": answer}, *CHAT[3:]]
+    assert learned(TOKENIZER, chat_encoder(TOKENIZER)(chat)) == answer + "</s>Seven, then.</s>"
+    tokenizer = fast_tokenizer()
+    text = learned(tokenizer, chat_encoder(tokenizer)(chat)).replace(" ", "")
+    assert text == answer.replace(" ", "") + "<|im_end|>Seven,then.<|im_end|>"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("packing", ["isolate", "concat", "none"])
+def test_chats_whose_answers_all_lie_beyond_the_row_are_refused(tmp_path, streaming, packing):
+    write_chats(tmp_path / "a.jsonl", [CHAT[1:3], [{"role": "user", "content": "x" * 40}, CHAT[2]]])
+    chosen = {"path": str(tmp_path), "streaming": streaming, "packing": packing}
+    with pytest.raises(ValueError, match=r"none of the first 2 chats .*seq_len=16.* shortest has 38 tokens"):
+        build("chat", seq_len=16, **chosen)
+    assert next(build("chat", seq_len=38, **chosen).train)["num_labels"]
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused():

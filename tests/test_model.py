@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -63,6 +64,62 @@ def test_folder_is_loaded_in_the_dtype_that_it_was_saved_in(folder):
     assert model.dtype == torch.bfloat16 and model.training
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), saved.parameters(), strict=True))
     assert len(build_tokenizer(chosen, model.config)) == 384
+
+
+def altered(folder, path, **fields):
+    """Copy a saved model with another config.json; return its name."""
+    shutil.copytree(folder, path)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return Model(name=str(path))
+
+
+def test_what_model_config_says_beside_weights_is_changed(folder):
+    changed = Model(name=str(folder), config={"attention_dropout": 0.25, "rope_parameters": {"rope_theta": 5.0}})
+    model = build_model(changed, load_config(changed, 64))
+    assert model.config.attention_dropout == 0.25 and model.config.rope_parameters["rope_theta"] == 5.0
+    assert model.model.layers[0].self_attn.attention_dropout == 0.25
+    with pytest.raises(ValueError, match="model.config.atention_dropout is no field of a llama config"):
+        load_config(Model(name=str(folder), config={"atention_dropout": 0.25}), 64)
+
+
+def test_a_whole_config_beside_weights_must_have_their_shape(folder):
+    assert load_config(Model(name=str(folder), config=SMALL.config), 64).num_hidden_layers == 2
+    with pytest.raises(ValueError, match="model.config.num_hidden_layers=1, and the weights of .* were made with 2"):
+        load_config(Model(name=str(folder), config=SMALL.config | {"num_hidden_layers": 1}), 64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 3, "layer_types": None}, r"no weights for 9 parameters of its shape \(model.layers.2"),
+        ({"attention_bias": True}, r"has no weights for 8 parameters"),
+        ({"intermediate_size": 96}, "cannot be loaded: .*mismatched"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_refused(folder, tmp_path, fields, message):
+    chosen = altered(folder, tmp_path / "model", **fields)
+    with pytest.raises(ValueError, match=message) as caught:
+        build_model(chosen, load_config(chosen, 64))
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_cut_short_are_one_line(folder, tmp_path):
+    chosen = altered(folder, tmp_path / "model")
+    with open(tmp_path / "model/model.safetensors", "r+b") as file:
+        file.truncate(4000)
+    with pytest.raises(ValueError, match="cannot be loaded: .*The folder must hold"):
+        build_model(chosen, load_config(chosen, 64))
+
+
+def test_a_folder_that_is_no_model_but_shows_what_was_meant(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be loaded.*an adapter alone: give the model"):
+        load_config(Model(name=str(tmp_path)), 64)
+    (tmp_path / "run/export").mkdir(parents=True)
+    (tmp_path / "run/export/config.json").write_text("{}")
+    with pytest.raises(ValueError, match="It is a run, whose model is in .*/run/export"):
+        load_config(Model(name=str(tmp_path / "run")), 64)
 
 
 def test_folder_with_init_random_takes_its_shape_alone(folder):
@@ -180,7 +237,7 @@ def test_rope_scaling_where_it_cannot_be_is_refused():
     learned = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "vocab_size": 384}
     with pytest.raises(ValueError, match="needs rotary positions, which model small does not"):
         load_config(change(config=learned, rope_scaling=RopeScaling("yarn", 2.0)), 512)
-    with pytest.raises(ValueError, match="seq_len=512 is beyond the 256 positions"):
+    with pytest.raises(ValueError, match="beyond the 256 positions of model small. Lower seq_len: they are learned"):
         load_config(change(config=learned), 512)
     scaled = SMALL.config | {
         "max_position_embeddings": 512,
@@ -188,6 +245,15 @@ def test_rope_scaling_where_it_cannot_be_is_refused():
     }
     with pytest.raises(ValueError, match=r"stretches its positions already \(linear\)"):
         load_config(change(config=scaled, rope_scaling=RopeScaling("yarn", 2.0)), 1024)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "camembert"])
+def test_an_encoder_is_refused_unless_it_is_made_a_decoder(kind):
+    config = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"} | {"model_type": kind}
+    with pytest.raises(ValueError, match="is an encoder: .*model.config.is_decoder=true"):
+        make(change(config=config), device="meta")
+    make(change(config=config | {"is_decoder": True}), device="meta")
+    make(change(config=config | {"model_type": "gpt_neox"}), device="meta")
 
 
 def test_lora_trains_adapters_alone_and_saves_an_adapter(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,10 +14,11 @@ from recipes.data.augment import Augment, crop, mask
 from recipes.data.documents import Documents
 from recipes.data.packing import Batch, Packing, Rows, make_batch
 from recipes.data.sources import Order, from_chats, from_files, from_hub, from_stdlib
-from recipes.data.tokens import Tokens, chat_encoder, padding, text_encoder
+from recipes.data.tokens import IGNORE, Tokens, chat_encoder, padding, text_encoder
 
 Source = Literal["stdlib", "text", "hub", "chat"]
 ENTROPY_TOKENS = 2**24  # tokens that the unigram entropy is taken over, at most
+CHECKED_CHATS = 1000  # at most, until one is found with something to learn
 MASKED = 0.15  # share of the input tokens that augment=mask hides
 
 
@@ -159,6 +161,8 @@ def build_data(
 
     whole = packing == "none" or source == "chat"
     _check_length(documents, encode, 1 if whole else seq_len)
+    if source == "chat":
+        _check_answers(documents, encode, seq_len)
     identity = {
         **order,
         "sha256": documents.fingerprint["sha256"],
@@ -185,6 +189,21 @@ def _documents(
     if source == "chat":
         return from_chats(path, "messages" if column == "text" else column, streaming, order)
     return from_files(path, column, streaming, order)
+
+
+def _check_answers(documents: Documents, encode: Callable[[Any], Tokens], seq_len: int) -> None:
+    """Raise ValueError where rows would end before the first answers: a loss of nothing looks like a good one."""
+    chats = itertools.islice(documents.read(0, None, held_out=False), CHECKED_CHATS)
+    lengths = []
+    for chat, _ in chats:
+        learned = np.flatnonzero(encode(chat).labels[:seq_len] != IGNORE)
+        if learned.size and learned[-1] > 0:  # the first label of a row is not predicted
+            return
+        lengths.append(len(encode(chat).ids))
+    raise ValueError(
+        f"none of the first {len(lengths)} chats has a token of the assistant within seq_len={seq_len}, where "
+        f"chats are cut; the shortest has {min(lengths)} tokens. Raise seq_len."
+    )
 
 
 def _check_length(documents: Documents, encode: Callable[[Any], Tokens], needed: int) -> None:

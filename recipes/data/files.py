@@ -7,6 +7,7 @@ is cut at line ends, so that no file has to fit into memory.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import glob
 import json
@@ -88,14 +89,16 @@ def reader(path: Path, column: str) -> Reader:
 
 
 def decode(raw: bytes, path: Path, offset: int = 0) -> str:
-    """Decode UTF-8; ValueError with file and byte offset for anything else."""
+    """Decode UTF-8, without the mark that a file may begin with; ValueError with the offset for anything else."""
+    start = len(codecs.BOM_UTF8) if offset == 0 and raw.startswith(codecs.BOM_UTF8) else 0
     try:
-        return raw.decode("utf-8")
+        return raw[start:].decode("utf-8")
     except UnicodeDecodeError as error:
-        byte = raw[error.start]
+        at = start + error.start
+        is_utf16 = offset == 0 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         raise ValueError(
-            f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset + error.start}. Convert it, for example with "
-            "iconv -f latin1 -t utf-8, or leave it out of data.path."
+            f"{path} is not UTF-8: byte 0x{raw[at]:02x} at offset {offset + at}. Convert it, for example with "
+            f"iconv -f {'utf-16' if is_utf16 else 'latin1'} -t utf-8, or leave it out of data.path."
         ) from None
 
 
@@ -178,6 +181,8 @@ class JsonLines:
                 f"{self.path}, line {number}: not JSON ({error.msg}, column {error.colno}). Mend or remove the "
                 "line: one object a line."
             ) from None
+        except RecursionError:
+            raise ValueError(f"{self.path}, line {number}: nested too deeply. Mend or remove the line.") from None
         return _pick(found, self.column, f"{self.path}, line {number}")
 
 

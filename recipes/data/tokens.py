@@ -10,6 +10,7 @@ from transformers import ByT5Tokenizer
 
 IGNORE = -100  # label that the loss skips, torch's and Transformers' own
 
+_MARK = "\0"  # stands for a message's content: no text has it, no template strips it
 # For a tokenizer of bytes, which has no template of its own: role and content, each turn ended by the end token.
 BYTE_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ':\\n' + message['content'] + eos_token + '\\n' }}{% endfor %}"
@@ -84,7 +85,9 @@ def chat_encoder(tokenizer: Any) -> Callable[[list[dict[str, Any]]], Tokens]:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            start = len(_prefix(text, render(messages[:index], prompt=True), index))
+            # No template renders a chat of no messages: of an answer that comes first, what stands before its content.
+            before = render(messages[:index], prompt=True) if index else render([{**message, "content": _MARK}])
+            start = len(_prefix(text, before.partition(_MARK)[0], index))
             stop = start + len(_prefix(text, render(messages[: index + 1]), index)[start:].rstrip())
             spans += [(text[done:start], False), (text[start:stop], True)]
             done = stop
