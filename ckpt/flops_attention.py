@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 CAUSAL_CONVENTION = (
     "Causal attention over T tokens counts T*T/2 query-key pairs a head, half of the full matrix (the diagonal is not "
@@ -103,8 +104,8 @@ def fused_attention_flops(name: str, values: Mapping[str, Any]) -> int:
     if bounds_q is None or bounds_q.numel() < 2 or (heads_first and not packed):
         twice = rows * pairs(tokens, keys)
     elif _is_real(bounds_q):
-        lengths_q = bounds_q.diff().tolist()
-        lengths_k = bounds_k.diff().tolist() if isinstance(bounds_k, Tensor) and _is_real(bounds_k) else lengths_q
+        lengths_q = _lengths(bounds_q)
+        lengths_k = _lengths(bounds_k) if isinstance(bounds_k, Tensor) and _is_real(bounds_k) else lengths_q
         twice = sum(pairs(q, k) for q, k in zip(lengths_q, lengths_k, strict=True))
     else:
         longest = _first(values, _LONGEST)
@@ -158,6 +159,12 @@ def _window(values: Mapping[str, Any]) -> tuple[int, int]:
 
 def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def _lengths(bounds: Tensor) -> list[int]:
+    """Read the documents' lengths, unseen by modes: a simulation gives fake tensors with real bounds."""
+    with _disable_current_modes():
+        return bounds.diff().tolist()
 
 
 def _is_real(tensor: Tensor) -> bool:

@@ -36,7 +36,8 @@ def _python_kernel(func: Any, args: tuple, types: Iterable[type]) -> Callable | 
     """Return the Python function behind a torch.library.custom_op about to run on real tensors, None for other ops.
 
     Calling it here brings the op's scratch into view, as dispatch to the op itself would not (our packed attention with
-    a soft cap holds blocks of scores). Under fake tensors such an op has a shape and no inside.
+    a soft cap holds blocks of scores). Under fake tensors such an op has a shape and no inside, unless its definition's
+    `is_walked(args)` says that it can be run there too.
     """
     if (
         getattr(func, "namespace", "aten") == "aten"
@@ -45,7 +46,9 @@ def _python_kernel(func: Any, args: tuple, types: Iterable[type]) -> Callable | 
         return None
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     if is_fake or any(issubclass(t, FakeTensor) for t in types):
-        return None
+        is_walked = getattr(definition, "is_walked", None)
+        if is_walked is None or not is_walked(args):
+            return None
     kernels = definition._backend_fns
     device = next((t.device.type for t in flat_tensors(args)), None)
     return kernels.get(device) or kernels.get(None)

@@ -112,8 +112,9 @@ class Simulator:
             from ckpt.parallel.simulated import FakeRanks
 
             self._ranks = FakeRanks(work.mesh)  # outside the fake mode: meshes are made of real tensors
+        bounds = _bounds(work)
         with self.mode:
-            self._batches = [_fake_batch(work, inputs) for _ in range(work.grad_accum)]
+            self._batches = [_fake_batch(work, inputs, bounds) for _ in range(work.grad_accum)]
             self.precision = self._spread()
         self.layers = find_layers(self.model)
         self._holder = _holder_of(self.model, [layer.module for layer in self.layers])
@@ -307,8 +308,18 @@ def _is_packed(model: nn.Module) -> bool:
     return any(name in (attention.NAME, attention.NAME_EAGER) for name in names)
 
 
-def _fake_batch(work: Workload, inputs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Make one micro-batch, by the keys of the training data (`recipes/data`)."""
+def _bounds(work: Workload) -> torch.Tensor | None:
+    """Real bounds, which packed attention reads: rows of equally long documents."""
+    if work.packing != "isolate":
+        return None
+    length = -(-work.seq_len // work.documents)
+    rows = range(0, work.batch_size * work.seq_len, work.seq_len)
+    starts = [row + at for row in rows for at in range(0, work.seq_len, length)]
+    return make_bounds.from_starts(starts, work.batch_size, work.seq_len)
+
+
+def _fake_batch(work: Workload, inputs: Mapping[str, Any] | None, bounds: torch.Tensor | None) -> dict[str, Any]:
+    """Make one micro-batch, by the keys of the training data (`recipes/data`). bounds: of its documents."""
     if inputs is not None:
         return tree_map(
             lambda v: (
@@ -319,12 +330,7 @@ def _fake_batch(work: Workload, inputs: Mapping[str, Any] | None) -> dict[str, A
     shape = (work.batch_size, work.seq_len)
     batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
     if work.packing == "isolate":
-        slots = make_bounds.num_slots(*shape, documents=work.batch_size)
-        bounds = torch.zeros(slots, dtype=torch.int32)
-        batch |= {
-            "position_ids": torch.zeros(shape, dtype=torch.long),
-            "cu_seq_lens_q": bounds,
-            "cu_seq_lens_k": bounds,
-        }
+        batch["position_ids"] = torch.zeros(shape, dtype=torch.long)
+        batch |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds)
         batch |= {"max_length_q": work.seq_len, "max_length_k": work.seq_len}
     return batch

@@ -36,6 +36,8 @@ class Workload:
     loss, tile_mlp: as `ckpt.apply` takes them. With strategy None nothing is applied, so they say nothing: the model
         computes its loss as it does.
     packing: "isolate": rows hold several documents, kept apart by packed attention; "concat" and "none": plain rows.
+    documents: with "isolate", documents a row, equally long. Attention with a soft cap needs scratch, most of it for
+        one long document; and its FLOPs are those of the documents.
     hold_gradients: gradients stand already when the step begins (an earlier micro-batch, or zeroed in place).
     mesh: degrees by name, such as {"shard": 8}; peaks are then those of one rank.
     routing: how tokens choose experts. "balanced": all experts get equally many. Grouped matmuls need the same memory
@@ -52,12 +54,13 @@ class Workload:
     loss: str = "chunked"
     tile_mlp: int | str = 1
     packing: str = "none"
+    documents: int = 1
     hold_gradients: bool = False
     mesh: Mapping[str, int] | None = None
     routing: str = "balanced"
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("seq_len", 2), ("grad_accum", 1)):
+        for name, least in (("batch_size", 1), ("seq_len", 2), ("grad_accum", 1), ("documents", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"workload: {name}={value!r} must be a whole number, {least} or more")

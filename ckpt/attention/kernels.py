@@ -24,6 +24,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ckpt.attention import blocks, flash
 from ckpt.attention.spec import Spec, lse_dtype
@@ -95,7 +96,8 @@ def documents(bounds: Tensor, batch: int, tokens: int) -> list[tuple[int, int, i
 
     Raises ValueError when `bounds` does not run from 0 to batch * tokens, or a document crosses the end of a row.
     """
-    starts = bounds.tolist()
+    with unset_fake_temporarily():  # a simulation gives fake tensors with real bounds
+        starts = bounds.tolist()
     if starts[0] != 0 or starts[-1] != batch * tokens or any(b < a for a, b in pairwise(starts)):
         raise ValueError(
             f"cu_seq_lens_q must rise from 0 to batch * tokens = {batch * tokens}, padding included; got "

@@ -115,3 +115,12 @@ def _differentiate(ctx, grad: Tensor | None, _grad_lse: None):
 
 
 packed_attention.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _is_walked(args: tuple) -> bool:
+    """Whether a simulation runs what is inside, to see its scratch: blocks of scores with a soft cap, the same on every
+    device. Other kernels have next to none, and a CPU's is not a GPU's."""
+    return args[-1] != 0.0
+
+
+packed_attention.is_walked = packed_attention_backward.is_walked = _is_walked  # asked by ckpt/live.py
