@@ -104,12 +104,12 @@ def build(name: str) -> nn.Module:
 
 
 def batch_of(work: Workload, vocab_size: int = 1000) -> dict[str, Any]:
-    """Make a micro-batch of random tokens, with NUM_DOCUMENTS documents a row if it is packed."""
+    """Make a micro-batch of random tokens, in as many documents a row as the workload says."""
     shape = (work.batch_size, work.seq_len)
     ids = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids.clone()}
     if work.packing == "isolate":
-        length = work.seq_len // NUM_DOCUMENTS + 1
+        length = -(-work.seq_len // work.documents)
         starts = [row * work.seq_len + at for row in range(work.batch_size) for at in range(0, work.seq_len, length)]
         edges = bounds.from_starts(starts, *shape)
         positions = (torch.arange(work.seq_len) % length).expand(shape).contiguous()
