@@ -12,7 +12,7 @@ abort the process, and on "meta" attention takes the math path, with T x T score
 What depends on versions (torch 2.11 to 2.13, transformers 5.23 and 5.24) and can go when they do it themselves:
 - transformers takes fake tensors for tracing and then builds T x T masks (`masking_utils.is_tracing`);
 - `aten._grouped_mm` has no fake kernel but for bf16, though the CPU kernel takes fp32;
-- the dispatch cache of fake tensors resizes an empty storage that gets one more alias to what the shape says.
+- the dispatch cache of fake tensors resizes an empty storage that gets one more view to what the shape says.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -36,6 +37,7 @@ from torch._subclasses.fake_tensor import (
 from transformers import PreTrainedConfig, masking_utils
 
 from ckpt.fake_answers import hook_answers
+from ckpt.fake_memo import Memo, is_hollow
 
 aten = torch.ops.aten
 
@@ -66,7 +68,6 @@ class Unpredictable(ValueError):
     """A model or workload whose memory cannot be known from shapes alone; the message names what stands in the way."""
 
 
-_ALIASES = frozenset({aten.detach.default, aten.alias.default})
 _ASKED = frozenset({aten._local_scalar_dense.default, aten.nonzero.default, aten.max.default})
 _REFUSALS = (
     DataDependentOutputException,
@@ -87,6 +88,7 @@ class FakeMode(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._answers: list[Answers] = []
+        self._memo = Memo(self)
 
     @contextmanager
     def answering(self, answers: Answers) -> Iterator[None]:
@@ -112,16 +114,20 @@ class FakeMode(FakeTensorMode):
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             with self:
                 return _grouped_mm(*args, **kwargs)
-        if func in _ALIASES and self.cache_enabled and _is_hollow(args[0]):
+        if self._answers and func in _ASKED and (answer := self._answer(func, types, args, kwargs)) is not None:
+            return answer
+        if not isinstance(func, OpOverload):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func.is_view and isinstance(args[0], FakeTensor) and is_hollow(args[0]):
             self.cache_enabled = False
             try:
                 return super().__torch_dispatch__(func, types, args, kwargs)
             finally:
                 self.cache_enabled = True
-        if self._answers and func in _ASKED and (answer := self._answer(func, types, args, kwargs)) is not None:
-            return answer
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
+        key = self._memo.key(func, args, kwargs)
+        if self._memo.knows(key):
+            return self._memo.make(key, args)
+        return self._memo.watch(key, args, lambda: super(FakeMode, self).__torch_dispatch__(func, types, args, kwargs))
 
     def _answer(self, func, types, args, kwargs) -> Any:
         if func is not aten._local_scalar_dense.default:
@@ -136,11 +142,6 @@ class FakeMode(FakeTensorMode):
             if value is None:
                 raise
             return value
-
-
-def _is_hollow(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is larger than its storage, as the engine's placeholders are."""
-    return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 
 def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None):

@@ -1,4 +1,4 @@
-"""What packed attention holds inside, blocks of scores under a soft cap, is counted in a prediction as in a real step."""
+"""What packed attention holds inside, scores under a soft cap, is counted in a prediction as in a real step."""
 
 import numpy as np
 import pytest
