@@ -1,6 +1,6 @@
 """Predicted against measured peaks on the CPU, by architecture, strategy, length, loss and packing: the error table.
 
-    python scripts/predict_table.py [--models llama,gpt2] [--lengths 512,4096] [--every 3] [--markdown docs/prediction.md]
+    python scripts/predict_table.py [--models llama,gpt2] [--lengths 512,4096] [--every 4] [--markdown FILE.md]
 
 Every cell makes two real optimizer steps (forward, backward, AdamW) under `ckpt.measure` and takes the higher peak,
 then predicts the same. Lines are printed as they come; the last ones sum up. With both lengths it takes about 20
