@@ -61,7 +61,7 @@ def find_chains(model: nn.Module, layers: list[nn.Module]) -> Found:
         for probe in probes:
             chain, reason = (None, failure) if not probe.seen else _chain_of(probe)
             if chain is not None and not _is_token_wise(chain, probe):
-                chain, reason = None, "its MLP mixes tokens"
+                chain, reason = None, "its MLP mixes tokens, or has dropout that no module of its own draws"
             chains.append(chain)
             reasons.append(reason)
             norms += _norms_of(probe, () if chain is None else chain.names)
