@@ -91,16 +91,19 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            found.append(json.loads(line))
+            values = json.loads(line)
         except ValueError:
-            if number < len(lines):
-                raise ValueError(f"line {number} of {path} is no JSON: it was changed by hand.") from None
+            values = None
+        if isinstance(values, dict) and "step" in values:
+            found.append(values)
+        elif number < len(lines):
+            raise ValueError(f"line {number} of {path} is no JSON object with a step: it was changed by hand.")
     return found
 
 
 def _first_run(path: Path) -> Path:
-    runs = sorted(inner.parent for inner in path.glob("*/config.yaml"))
+    runs = sorted(inner.parent for inner in path.glob("[!.]*/config.yaml"))  # .NAME.try0: set aside by a sweep
     return runs[0] if runs else path / "JOB"

@@ -11,6 +11,7 @@ import yaml
 from recipes.config import from_dict, to_dict
 from recipes.programs import run_program
 from recipes.recorded import read_run
+from recipes.report.points import read_points
 from recipes.reproduce import TOLERANCE, compare_runs, reproduce
 from recipes.rundir import open_run
 
@@ -132,6 +133,10 @@ def spoil(path, what):
             edit(path / "summary.json", lambda summary: summary.update(status="running"))
         case "half":
             (path / "metrics.jsonl").unlink()
+        case "numbers":
+            (path / "metrics.jsonl").write_text("3\n4\n")
+        case "binary":
+            (path / "metrics.jsonl").write_bytes(b"\xff\xfe\n" + (path / "metrics.jsonl").read_bytes())
         case "torn":
             (path / "summary.json").write_text('{"status": "o')
         case "schema":
@@ -144,9 +149,20 @@ def spoil(path, what):
             edit(path / "config.yaml", lambda cfg: cfg.update(seqlen=3))
 
 
+def test_what_a_sweep_set_aside_is_no_run_to_give(copy):
+    sweep = copy.parent
+    (sweep / "sweep.json").write_text('{"schema_version": 1, "jobs": []}')
+    shutil.copytree(copy, sweep / ".a.try0")
+    with pytest.raises(ValueError, match=r"holds a sweep: give one of its jobs, such as .*/runs/first\."):
+        read_run(sweep)
+    (sweep / "sweep.json").unlink()
+    assert [point.name for point in read_points(sweep).points] == ["first"]
+
+
 @pytest.mark.parametrize(("what", "says"), [
     ("missing", "is no folder"), ("empty", "holds no run"), ("running", "ended with status running"),
     ("half", "is half written"), ("torn", "is no JSON"), ("schema", "schema_version 99, and this program reads 1"),
+    ("numbers", "line 1 of .* no JSON object with a step"), ("binary", "line 1 of .* no JSON object"),
     ("sweep", "holds a sweep: give one of its jobs"), ("yaml", "cannot be read"), ("key", "seqlen is no key"),
 ])  # fmt: skip
 def test_a_folder_without_a_whole_run_is_one_clear_line(copy, what, says):

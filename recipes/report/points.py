@@ -135,7 +135,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         return rows
     if (path / "config.yaml").exists():
         raise ValueError(f"{path} holds one run: give the folder of a sweep, or one with several runs.")
-    runs = [read_run(inner.parent) for inner in sorted(path.glob("*/config.yaml"))]
+    runs = [read_run(inner.parent) for inner in sorted(path.glob("[!.]*/config.yaml"))]
     if not runs:
         raise ValueError(f"{path} holds neither a sweep nor runs: give the folder that train.py -m wrote.")
     return [{"name": run.path.name} for run in runs]
