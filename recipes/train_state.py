@@ -229,10 +229,13 @@ class _Save:
             },
         )
         sync_folder(temporary)
-        if final.exists():  # saved twice at one step, as after an interruption of a resumed run
-            shutil.rmtree(final)
+        earlier = final.with_name(final.name + ".old")
+        shutil.rmtree(earlier, ignore_errors=True)
+        if final.exists():  # saved twice at one step; deleted only when it has been replaced, in case of a kill
+            final.rename(earlier)
         temporary.rename(final)
         sync_folder(final.parent)
+        shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _adam_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import re
+import shutil
 from pathlib import Path
 
 import numpy
@@ -216,6 +217,27 @@ def test_a_save_that_was_cut_off_is_not_taken_for_a_state(tmp_path):
     assert build().load_newest(tmp_path, quiet) is None
     run.save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+
+
+def test_a_kill_while_a_state_is_saved_again_at_its_step_costs_nothing(tmp_path, monkeypatch):
+    run = build()
+    train(run, 1)
+    run.save(tmp_path, 1)
+    deleted = shutil.rmtree
+
+    def killed(path, **options):
+        found = Path(path).exists()
+        deleted(path, **options)
+        if found:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("recipes.train_state.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(tmp_path, 1)
+    monkeypatch.undo()
+    assert build(seed=99).load_newest(tmp_path, quiet) == 1
+    run.save(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
 def test_full_disk_leaves_the_earlier_state_and_says_so(tmp_path, monkeypatch):
