@@ -8,6 +8,7 @@ Owns which strategies stand in the table and what is computed of each. Knows not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from ckpt import strategies
 from ckpt.choose_tiles import choose_tiles
 from ckpt.fake import Unpredictable
-from ckpt.hardware import GIB, Device
+from ckpt.hardware import DEVICES, GIB, Device
 from ckpt.longest import longest
 from ckpt.predict import Prediction, predict, read
 from ckpt.simulate import Simulator
@@ -37,13 +38,17 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("segments", {}),
     ("segments", {"inner": "replay"}),
     ("offload", {}),
+    ("auto", {}),  # budget and hardware: the device's
 )
+_CONTAINED = ("none", "every_n", "full")
+"""Strategies that are among `auto`'s plans by themselves."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One strategy. label: its name and fields. words: as overrides. prediction: None where `error` says why.
-    longest_tokens: the longest sequence that fits; None where it was not looked for."""
+    longest_tokens: the longest sequence that fits; None where it was not looked for. is_at_least: longer ones may fit
+    too: `auto` would have to be planned anew for each."""
 
     label: str
     words: tuple[str, ...]
@@ -51,6 +56,7 @@ class Row:
     longest_tokens: int | None = None
     error: str | None = None
     tile_mlp: int | str = 1
+    is_at_least: bool = False
 
     @property
     def fits(self) -> bool:
@@ -61,6 +67,7 @@ class Row:
         """Return plain values, for JSON."""
         predicted = {} if self.prediction is None else self.prediction.to_dict()
         mine = {"label": self.label, "overrides": list(self.words), "longest_seq_len": self.longest_tokens}
+        mine["longest_is_at_least"] = self.is_at_least
         return {**mine, "error": self.error, **predicted}
 
 
@@ -80,7 +87,10 @@ def plan_rows(
             label, words = label_of(name, fields), words_of(name, fields)
             say(f"predicting {label} ({number} of {len(chosen)})")
             try:
-                rows.append(_row(label, words, strategies.make(name, **fields), simulator, model, device, search))
+                if name == "auto":
+                    rows.append(_auto_row(rows, simulator, device, say))
+                else:
+                    rows.append(_row(label, words, strategies.make(name, **fields), simulator, model, device, search))
             except Unpredictable:
                 raise
             except ValueError as error:
@@ -104,6 +114,21 @@ def _row(
     if search:
         longest_tokens = search_longest(model, strategy, work, device, prediction)
     return Row(label, words, prediction, longest_tokens, tile_mlp=work.tile_mlp)
+
+
+def _auto_row(others: Sequence[Row], simulator: Simulator, device: Device, say: Say) -> Row:
+    """Plan for the device's memory, as `+strategy=auto` does, less what only its kernels and allocator take."""
+    known = [row for row in others if row.prediction is not None]
+    taken = max((row.prediction.device_only_bytes for row in known), default=0)
+    fields: dict[str, Any] = {"budget_gib": math.floor((device.usable_bytes - taken) / GIB * 1000) / 1000}
+    if device.name in DEVICES:
+        fields["hardware"] = device.name
+    plan = strategies.make("auto", **fields).plan(simulator, simulator.work, progress=lambda text: say(f"auto: {text}"))
+    work, prediction = predicted(simulator, plan, device)
+    lengths = [row.longest_tokens for row in known if row.label.split()[0] in _CONTAINED]
+    tokens = max((n for n in lengths if n is not None), default=None)
+    words = words_of("auto", fields)
+    return Row("auto", words, prediction, tokens, tile_mlp=work.tile_mlp, is_at_least=True)
 
 
 def predicted(simulator: Simulator, strategy: Any, device: Device) -> tuple[Workload, Prediction]:

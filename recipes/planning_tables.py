@@ -69,9 +69,11 @@ def _show_all(console: Console, found: dict[str, Any]) -> None:
 
 def _cells(row: Row, positions: int | None) -> list[str]:
     if row.prediction is None:
-        return [row.label, "does not apply"]
+        return [row.label, "no plan" if row.label == "auto" else "does not apply"]
     p = row.prediction
     tokens = "" if row.longest_tokens is None else f"{row.longest_tokens:,}" if row.longest_tokens else "none"
+    if row.is_at_least:
+        tokens = f">= {tokens}" if row.longest_tokens else ""
     return [
         row.label,
         size(p.peak_bytes),

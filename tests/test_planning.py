@@ -25,10 +25,11 @@ def config(folder, **values):
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
-    """The table of three strategies on a device that only some of them fit."""
+    """The table of some strategies on a device that only some of them fit."""
     folder = tmp_path_factory.mktemp("plans")
     patch = pytest.MonkeyPatch()
-    patch.setattr(planning_rows, "STRATEGIES", (("none", {}), ("every_n", {"n": 2}), ("selective", {"keep": "no_op"})))
+    chosen = (("none", {}), ("every_n", {"n": 2}), ("selective", {"keep": "no_op"}), ("auto", {}))
+    patch.setattr(planning_rows, "STRATEGIES", chosen)
     lines = []
     patch.setattr("rich.console.Console.print", lambda self, text, **kwargs: lines.append(text))
     cfg = config(folder, seq_len=512, hardware={"name": "h100", "memory_gib": 0.083})
@@ -51,6 +52,18 @@ def test_table_predicts_what_predict_does_and_marks_what_fits(planned):
         assert row["fits"] == (row["peak_bytes"] <= found["device_bytes"])
         assert row["fits"] == (row["longest_seq_len"] >= cfg.seq_len)
     assert "matched no op" in rows["selective (keep=no_op)"]["error"]
+
+
+def test_auto_stands_in_the_table_planned_for_the_device_and_no_slower_than_what_fits(planned):
+    cfg, _, found = planned
+    rows = {row["label"]: row for row in found["rows"]}
+    auto = rows["auto"]
+    assert auto["fits"] and auto["strategy"] == "auto"
+    assert auto["step_seconds"] <= min(row["step_seconds"] for row in rows.values() if row.get("fits"))
+    assert auto["longest_is_at_least"] and auto["longest_seq_len"] == rows["every_n (n=2)"]["longest_seq_len"]
+    given = dict(word.removeprefix("strategy.").split("=") for word in auto["overrides"][1:])
+    assert given["hardware"] == "h100"
+    assert auto["peak_bytes"] - auto["device_only_bytes"] <= float(given["budget_gib"]) * 2**30 <= found["device_bytes"]
 
 
 def test_a_model_out_of_reach_is_planned_by_its_written_out_shape_and_that_is_said(tmp_path):
