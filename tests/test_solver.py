@@ -12,6 +12,7 @@ import ckpt
 from ckpt.auto import Auto
 from ckpt.flops import FlopCounter
 from ckpt.ledger import measure
+from ckpt.plan import LayerPlan, Plan
 from ckpt.simulate import Simulator
 from ckpt.solver.frontier import Frontier
 from ckpt.solver.outer import Choice, cost_of, peak_of, solve
@@ -142,3 +143,18 @@ def test_auto_is_a_strategy_like_any_other(model):
         assert not handle.regions
     finally:
         handle.undo()
+
+
+def test_plans_with_segments_in_front_lie_between_replayed_layers_and_segments_alone():
+    work = WORK.replace(seq_len=4096)  # so that inputs weigh more than gradients
+    frontier = Auto(budget_gib=1, objective="flops", bitwise=True).frontier(llama_config(16), work)
+    space = frontier.space
+    ran = space.run(Plan([LayerPlan(True, i // 2, "replay") for i in range(16)]))
+    *some, whole = frontier._segmented(space, 2, ran)
+    assert len(some) == 7 and ran.peak_bytes < space.full.peak_bytes
+    assert [c.cost for c in some] == sorted(c.cost for c in some) and some[-1].cost < whole.cost
+    half = some[3]
+    assert sum(layer.segment is None for layer in half.plan.layers) == 8
+    assert ran.peak_bytes < frontier.peak_of(half) < space.full.peak_bytes
+    assert half.peak_bytes == pytest.approx(half.estimate, rel=0.02)
+    assert half.simulated.steady.flops() - frontier.none.steady.flops() == half.flops

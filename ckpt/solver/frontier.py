@@ -12,7 +12,7 @@ Settings that hold for all layers (tiles of the MLP, chunks of the loss) each ma
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,8 +23,9 @@ from ckpt.solver.inner import Option
 from ckpt.solver.price import FlopsPrice, Price
 from ckpt.solver.space import Setting, Space
 
-# Layers a segment, where nothing else fits.
+# Layers a segment, where nothing else fits; plans with so many layers in segments, from few to all.
 SEGMENT_SIZES = (2, 4, 8)
+NUM_SEGMENTED = 8
 MOST_TILES = 64
 
 
@@ -157,25 +158,38 @@ class Frontier:
 
     @cached_property
     def segmented(self) -> list[Candidate]:
-        """Plans that hold one input for several layers: they cost more than any other, and hold least."""
+        """Plans in which the layers in front share one input in groups: they cost more than any other, and hold least.
+
+        All layers in groups are run; fewer of them lie, in bytes and cost, between that and replaying layer by layer.
+        """
         found = []
         least = min(c.estimate for c in self.candidates)
         for space in self.spaces:
             for size in (s for s in SEGMENT_SIZES if s < space.num_layers):
-                layers = [LayerPlan(True, i // size, "replay") for i in range(space.num_layers)]
-                plan = Plan(layers, name="auto", **space.setting.as_given())
                 self._say(f"trying segments of {size} layers{space.setting}")
-                ran = space.run(plan)
+                ran = space.run(_segments(space, size, space.num_layers))
                 if ran.peak_bytes < least:
-                    cost = self.price.of_step(ran.steady.rows) - self._none_cost
-                    flops = ran.steady.flops() - self.none.steady.flops()
-                    label = f"segments of {size} layers"
-                    found.append(
-                        Candidate(
-                            space, cost, flops, ran.peak_bytes, plan, label, peak_bytes=ran.peak_bytes, simulated=ran
-                        )
-                    )
+                    found += self._segmented(space, size, ran)
         return sorted(found, key=lambda c: (c.cost, c.estimate))
+
+    def _segmented(self, space: Space, size: int, ran: Simulated) -> Iterator[Candidate]:
+        """Yield plans with segments of `size` in ever more layers; `ran` has them in all."""
+        ends = [(s.peak_bytes, self.price.of_step(s.steady.rows), s.steady.flops()) for s in (space.full, ran)]
+        step = -(-space.num_layers // (size * NUM_SEGMENTED)) * size
+        for front in sorted({*range(step, space.num_layers, step), space.num_layers}):
+            share = front / space.num_layers
+            estimate, cost, flops = (a + share * (b - a) for a, b in zip(*ends, strict=True))
+            is_run = front == space.num_layers
+            yield Candidate(
+                space=space,
+                cost=cost - self._none_cost,
+                flops=round(flops) - self.none.steady.flops(),
+                estimate=round(estimate),
+                plan=_segments(space, size, front),
+                label=f"segments of {size} layers" + ("" if is_run else f" in the first {front}"),
+                peak_bytes=ran.peak_bytes if is_run else None,
+                simulated=ran if is_run else None,
+            )
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """Return the cheapest plan whose peak on fake tensors is within the budget; None if there is none."""
@@ -184,7 +198,8 @@ class Frontier:
         for candidate in self.candidates:
             if candidate.estimate <= budget_bytes and self.fits(candidate, budget_bytes):
                 return candidate
-        return next((c for c in self.segmented if c.estimate <= budget_bytes), None)
+        held = (c for c in self.segmented if c.estimate <= budget_bytes and self.fits(c, budget_bytes))
+        return next(held, None)
 
     def fits(self, candidate: Candidate, budget_bytes: int) -> bool:
         """Whether the plan's run on fake tensors stays within the budgets of device, host and disk."""
@@ -202,11 +217,12 @@ class Frontier:
         for candidate in sorted(allowed, key=lambda c: c.estimate)[:4]:
             if least is None or candidate.estimate < least.peak_bytes:
                 least = min(filter(None, (least, candidate)), key=self.peak_of)
-        return min([least, *self.segmented], key=self.peak_of)
+        return min([least, *(c for c in self.segmented if c.simulated is not None)], key=self.peak_of)
 
     def next_cheaper(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
         """Return the plan that a larger budget would allow next."""
-        cheaper = [c for c in self.candidates if c.cost < candidate.cost and c.estimate > budget_bytes]
+        offered = [*self.candidates, *(self.__dict__.get("segmented") or ())]  # tried only where nothing else fits
+        cheaper = [c for c in offered if c.cost < candidate.cost and c.estimate > budget_bytes]
         return min(cheaper, key=lambda c: c.estimate, default=None)
 
     def peak_of(self, candidate: Candidate) -> int:
@@ -216,6 +232,12 @@ class Frontier:
             candidate.simulated = candidate.space.run(candidate.plan)
             candidate.peak_bytes = candidate.simulated.peak_bytes
         return candidate.peak_bytes
+
+
+def _segments(space: Space, size: int, front: int) -> Plan:
+    """Return the plan with segments in the first `front` layers; the others hold their own inputs."""
+    layers = [LayerPlan(True, i // size, "replay") if i < front else LayerPlan() for i in range(space.num_layers)]
+    return Plan(layers, name="auto", **space.setting.as_given())
 
 
 def _tiles_for(space: Space) -> int:
