@@ -6,8 +6,8 @@
 For each baseline (`scripts/baselines.py`) the budget is the peak that its step was measured to take; `auto` plans with
 `strategy.hardware=cpu`, bitwise. A round times both, one step each after an untimed one that records, who comes first
 alternating; a ratio is taken within a round. Times are CPU seconds of one thread, which other work on the machine
-disturbs less than the wall clock; malloc keeps freed memory (`recipes/allocator.py`). The last row is a step in which
-the engine replays every layer with everything kept, against no checkpointing at all.
+disturbs less than the wall clock; malloc keeps freed memory (`recipes/allocator.py`). The last two rows stand against a
+model with nothing applied: the plan that keeps everything, and the engine in every layer with every op kept.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from scripts.baselines import BASELINES, VOCAB, Enable, build, config_of, ours, 
 from scripts.bench_table import interval  # noqa: E402
 
 MIB = 2**20
+PLAIN = "`auto` keeps every layer"
 KEEPS_ALL = "every op kept by the engine"
 
 
@@ -114,10 +115,16 @@ def pairs(arch: str, tokens: int, layers: int, hidden: int, rounds: int, only: s
         plan = Auto(budget_gib=budget / GIB, bitwise=True, hardware="cpu").plan_from(frontier, work)
         mine = ours(plan)
         yield Pair(name, budget, peak_of(model, ids, mine), ratios(model, ids, mine, theirs, rounds))
-    if any(fnmatch.fnmatch(KEEPS_ALL, pattern) for pattern in only.split("|")):
-        mine, theirs = ours(ckpt.Selective("*")), ours("none")
-        peaks = peak_of(model, ids, theirs), peak_of(model, ids, mine)
-        yield Pair(f"none (`auto`: {KEEPS_ALL})", *peaks, ratios(model, ids, mine, theirs, rounds))
+    for name, strategy in ((PLAIN, frontier.keeps_all.plan), (KEEPS_ALL, ckpt.Selective("*"))):
+        if any(fnmatch.fnmatch(name, pattern) for pattern in only.split("|")):
+            mine = ours(strategy)
+            peaks = peak_of(model, ids, plain), peak_of(model, ids, mine)
+            yield Pair(f"nothing applied; {name}", *peaks, ratios(model, ids, mine, plain, rounds))
+
+
+def plain(model: nn.Module):
+    """Apply nothing."""
+    return lambda: None
 
 
 def table(arguments: argparse.Namespace) -> list[str]:

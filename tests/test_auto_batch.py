@@ -79,14 +79,14 @@ def test_rows_are_predicted_by_plans_within_the_budget():
 @pytest.mark.timeout(1000)
 def test_a_run_trains_with_the_batch_it_chose_within_the_budget(in_tmp):
     Path("notes.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    budget = 0.031  # keeping everything takes more with two rows
+    budget = 0.031  # keeping everything takes more
     words = ["+strategy=auto", f"strategy.budget_gib={budget}", "strategy.hardware=cpu", "strategy.bitwise=true",
              "batch_size=auto", "grad_accum=2", "steps=4", "seq_len=256", "eval.batches=0", "data=text",
              "data.path=notes.txt", "tracker=none", "name=chosen", "model.config.num_hidden_layers=2"]  # fmt: skip
     train = Path(__file__).resolve().parent.parent / "train.py"
     done = subprocess.run([sys.executable, train, *words], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("tokens/s, ") + done.stderr.count("tokens/s, ") >= 2
+    assert "batch_size=auto: 1 x 2 micro-batches" in done.stdout
     summary = json.loads(Path("runs/chosen/summary.json").read_text())
     plan = json.loads(Path("runs/chosen/plan.json").read_text())
     assert summary["status"] == "ok"
