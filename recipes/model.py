@@ -38,11 +38,12 @@ _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attentio
 def load_config(chosen: Model, seq_len: int) -> PreTrainedConfig:
     """Return the Transformers config: of written-out values for `init=random`, else read from folder or hub.
 
-    What `model.config` says beside pretrained weights is changed in theirs.
+    What `model.config` says beside pretrained weights, or of a folder's shape without its model_type, is changed there.
     Raises ValueError for an unknown architecture, one that is no causal language model, a model that cannot be reached,
     and a `seq_len` beyond its positions.
     """
-    if chosen.init == "random" and chosen.config:
+    is_change = "model_type" not in chosen.config and bool(chosen.name) and Path(chosen.name).expanduser().is_dir()
+    if chosen.init == "random" and chosen.config and not is_change:
         config = _written_out(dict(chosen.config))
     else:
         config = reach(chosen, lambda name: AutoConfig.from_pretrained(name, **from_where(chosen)))

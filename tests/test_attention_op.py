@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt.attention import blocks, bounds, flash, kernels, packed_attention
+from ckpt.attention.interface import attend
 
 EDGES = [0, 5, 5, 100, 200, 201, 202, 400, 400]  # two rows of 200: 5, 95 and 100 tokens; 1, 1 and 198; three empty ones
 
@@ -225,6 +226,13 @@ def test_boundaries_that_do_not_fit_are_refused(edges, match):
     q, k, v, _ = inputs()
     with pytest.raises(ValueError, match=match):
         packed(q, k, v, edges)
+
+
+def test_heads_that_do_not_share_out_are_refused():
+    """Stock attention raises a size error; a kernel that reads heads by division would give some of them none."""
+    q, k, v, _ = inputs(heads=3, kv_heads=2)
+    with pytest.raises(ValueError, match=r"3 heads of queries for 2 of keys.*num_key_value_heads"):
+        attend(torch.nn.Identity(), q, k, v, None)
 
 
 # ---------------------------------------------------------------- variable-length flash, without the device

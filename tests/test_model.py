@@ -128,6 +128,7 @@ def test_folder_with_init_random_takes_its_shape_alone(folder):
     saved = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.hidden_size == 32
     assert not torch.equal(model.lm_head.weight.bfloat16(), saved.lm_head.weight)
+    assert make(dataclasses.replace(chosen, config={"num_hidden_layers": 1})).config.num_hidden_layers == 1
 
 
 def test_meta_device_gives_shapes_and_loads_nothing(folder):

@@ -180,6 +180,9 @@ def spoil(folder, what):
         case "run schema":
             path = folder / "00-none-seq_len=1024" / "summary.json"
             path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 7'))
+        case "file in the way":
+            shutil.rmtree(folder / "report", ignore_errors=True)
+            (folder / "report").touch()
         case "torn run":
             (folder / "00-none-seq_len=1024" / "summary.json").write_text('{"sta')
     return folder
@@ -189,7 +192,7 @@ def spoil(folder, what):
     ("missing", "is no folder"), ("empty", "neither a sweep nor runs"), ("run", "holds one run"),
     ("no jobs", "without a finished job"), ("torn", "is no JSON"), ("list", "is no JSON object"),
     ("sweep schema", "schema_version 2, and this program reads 1"), ("run schema", "schema_version 7"),
-    ("torn run", "is no JSON"),
+    ("torn run", "is no JSON"), ("file in the way", "report is a file"),
 ])  # fmt: skip
 def test_a_folder_that_cannot_be_drawn_is_one_clear_line(folder, tmp_path, what, says):
     path = spoil(shutil.copytree(folder, tmp_path / "copy"), what)

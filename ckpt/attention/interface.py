@@ -111,7 +111,7 @@ def attend(
             s_aux=s_aux,
             **kwargs,
         )
-    _refuse(module, query, value, dropout, is_causal, cu_seq_lens_q, cu_seq_lens_k, kwargs)
+    _refuse(module, query, key, value, dropout, is_causal, cu_seq_lens_q, cu_seq_lens_k, kwargs)
     if torch.is_autocast_enabled(query.device.type):  # as SDPA does; an own op is not on autocast's list
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -173,6 +173,7 @@ def _who(module: nn.Module) -> str:
 def _refuse(
     module: nn.Module,
     query: Tensor,
+    key: Tensor,
     value: Tensor,
     dropout: float,
     is_causal: bool | None,
@@ -196,6 +197,12 @@ def _refuse(
     if bounds is not None and key_bounds is not None and key_bounds.shape != bounds.shape:
         raise ValueError(
             "cu_seq_lens_k differs from cu_seq_lens_q; packed attention is self-attention: pass the same boundaries."
+        )
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads % kv_heads or value.shape[1] != kv_heads:
+        raise ValueError(
+            f"{_who(module)} has {heads} heads of queries for {kv_heads} of keys and {value.shape[1]} of values. Let "
+            "the number of key-value heads divide that of the heads (model.config.num_key_value_heads)."
         )
     if query.dtype != value.dtype and not torch.is_autocast_enabled(query.device.type):
         raise ValueError(

@@ -24,11 +24,13 @@ DPI = 200
 def write_report(path: str | Path) -> Path:
     """Write runs/SWEEP/report.html and runs/SWEEP/report/*.png; return the page's path.
 
-    Raises ValueError for a folder that holds no sweep and no runs.
+    Raises ValueError for a folder that holds no sweep and no runs, and where a file is in the way.
     """
     path = Path(path)
     sweep = read_points(path)
     folder = path / "report"
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, where the report's pictures go. Move it away.")
     folder.mkdir(exist_ok=True)
     svgs = {}
     for name, figure in draw(sweep).items():
