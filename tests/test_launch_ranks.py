@@ -6,6 +6,8 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.dist
+THREE_HEADS = [f"model.config.{key}=3" for key in ("num_attention_heads", "num_key_value_heads")]
+THREE_HEADS += ["model.config.hidden_size=96"]
 RANK = """
 import os, signal, sys, time
 if os.environ["RANK"] == "1":
@@ -41,13 +43,7 @@ def test_the_first_failure_ends_all_ranks_with_its_exit_code(tmp_path, what, cod
         (["parallel.shard=3"], "the parallel degrees, shard 3, need 3 ranks, and there are 2."),
         (["parallel.sequence=2", "seq_len=63"], "seq_len=63 cannot be divided over parallel.sequence=2."),
         (
-            [
-                "parallel.tensor=2",
-                *(
-                    f"model.config.{key}"
-                    for key in ("hidden_size=96", "num_attention_heads=3", "num_key_value_heads=3")
-                ),
-            ],
+            ["parallel.tensor=2", *THREE_HEADS],
             "parallel.tensor=2 does not divide the 3",
         ),
     ],
