@@ -74,7 +74,6 @@ class Links:
             moving = collective.sent_bytes / (self.node if m == n else min(self.node, m * self.network))
         return moving / self.share + self.latency_seconds
 
-
     def describe(self, num_ranks: int) -> str:
         """Say what is assumed of the links between so many ranks."""
         said = f"{min(num_ranks, self.node_ranks)} ranks a node at {self.node * self.share / 1e9:.0f} GB/s each way"

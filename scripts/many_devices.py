@@ -149,9 +149,10 @@ def main() -> None:
         for mesh in meshes:
             if (model, devices, tokens, spelled(mesh)) in known:
                 continue
-            rows += predict_mesh(model, devices, tokens, mesh)
+            made = predict_mesh(model, devices, tokens, mesh)
+            rows += made
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-            for r in rows[-len(STRATEGIES) :]:
+            for r in made:
                 print(model, devices, tokens, mesh, r["strategy"], gib(r["peak_bytes"]), f"{r['step_seconds']:.1f} s")
     PAGE.write_text(page(rows))
 

@@ -10,6 +10,7 @@ from ckpt.costs import OpCost
 from ckpt.hardware import find
 from ckpt.links import LINKS, Links, step_time
 from ckpt.simulate import Simulator
+from ckpt.solver.price import SecondsPrice
 
 L, D, F, V, H, K, E = 4, 64, 128, 256, 4, 2, 16
 CONFIG = LlamaConfig(
@@ -60,6 +61,20 @@ def test_a_replay_repeats_the_exchanges_of_a_layer():
     # the exchange of the output is the last thing a replay needs: nothing after it is saved but what o_proj reads
     assert total(full, ALL_TO_ALL, "num_bytes") == 3 * forward
     assert all(c.is_awaited for c in none if c.kind == ALL_TO_ALL)
+
+
+@pytest.mark.slow
+def test_running_a_collective_again_costs_what_its_link_takes():
+    simulator = Simulator(CONFIG, ckpt.Workload(seq_len=TOKENS, mesh={"sequence": 2}))
+    try:
+        record = simulator.run("full").programs[1].record
+    finally:
+        simulator.close()
+    exchanges = [op for op in record.ops if op.collective is not None]
+    assert [op.key.op for op in exchanges] == ["ckpt.exchange"] * 4
+    price = SecondsPrice(find("h100"))
+    for op in exchanges:
+        assert price(op, record) == find("h100").links.seconds(op.collective) > price.device.op_seconds
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ckpt.collectives import Collective, collective_of
 from ckpt.engine.bypass import PythonReads, unseen_writes
 from ckpt.engine.keys import OpKey, canonical_op, canonical_path
 from ckpt.engine.ops import (
@@ -73,6 +74,7 @@ class Op:
     flops: int
     num_bytes: int
     contraction: int = 0  # of a batched matmul: the length of the summed dimension
+    collective: Collective | None = None  # what it exchanges with other ranks
     is_view: bool = field(init=False)  # asked very often
 
     def __post_init__(self) -> None:
@@ -280,4 +282,5 @@ class Recorder(TorchDispatchMode):
             flops=op_flops(func, args, kwargs, out),
             num_bytes=sum(record.storage_bytes[s] for s in makes),
             contraction=args[-1].shape[-2] if name in ("bmm", "baddbmm") else 0,
+            collective=collective_of(func, args, kwargs),
         )

@@ -50,13 +50,16 @@ class FlopsPrice:
 
 
 class SecondsPrice:
-    """Seconds by the device's roofline: the longer of computing and moving, at least what launching takes."""
+    """Seconds by the device's roofline: the longer of computing and moving, at least what launching takes; of a
+    collective, what its link takes."""
 
     def __init__(self, device: Device):
         self.device = device
 
     def __call__(self, op: Op, record: Record) -> float:
         device = self.device
+        if op.collective is not None:
+            return device.links.seconds(op.collective)
         dtype = next((o.dtype for o in op.outputs if o is not None), torch.float32)
         peak = device.flops.get(dtype) or device.flops[torch.float32]
         share = device.attention_share if op.key.op == ATTENTION else device.matmul_share
