@@ -95,6 +95,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "included, 78.6 to be had. Host: GiB of offloaded layer inputs a rank. Step and tokens/s a device: roofline",
         "estimates. Waits: share of the step in which compute waits for other ranks. Bold: fastest that fits.", "",
     ]  # fmt: skip
+    lines += [*summary(rows), ""]
     for model, devices, tokens in CASES:
         mine = [r for r in rows if (r["model"], r["devices"], r["tokens"]) == (model, devices, tokens)]
         if not mine:
@@ -112,6 +113,27 @@ def page(rows: list[dict[str, Any]]) -> str:
             lines += ["", f"Nothing fits: parameters, gradients and optimizer state take {held} GiB a device."]
         lines.append("")
     return "\n".join(lines)
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """The fastest that fits of each case, or why nothing does; the README has the same."""
+    lines = ["| model | devices | tokens a row | mesh | strategy | peak (host) | step | waits |", "|---" * 8 + "|"]
+    for model, devices, tokens in CASES:
+        mine = [r for r in rows if (r["model"], r["devices"], r["tokens"]) == (model, devices, tokens)]
+        if not mine:
+            continue
+        r = best(mine)
+        head = f"| {NAMES[model]} | {devices} | {tokens // K}K |"
+        if r is None:
+            lines.append(f"{head} does not fit: {gib(states(mine[0]))} GiB of states a device | | | | |")
+            continue
+        host = f" ({gib(r['host_bytes'])})" if r["host_bytes"] else ""
+        waits = r["exposed_seconds"] / r["step_seconds"]
+        lines.append(
+            f"{head} {spelled(r['mesh'])} | `{r['strategy']}` | {gib(r['peak_bytes'])}{host} | "
+            f"{r['step_seconds']:,.1f} s | {waits:.1%} |"
+        )
+    return lines
 
 
 def states(row: dict[str, Any]) -> int:
