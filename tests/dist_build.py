@@ -24,6 +24,8 @@ def model_of(kind: str, folder: str | None) -> Model:
         return Model(name=folder)
     shape = LARGE if kind == "large" else SHAPE
     architecture = {"model_type": "llama" if kind in ("tied", "large") else kind, **shape}
+    if kind == "two experts":
+        architecture |= {"model_type": "mixtral", "num_local_experts": 2}
     return Model(name=kind, init="random", config=architecture | {"tie_word_embeddings": kind == "tied"})
 
 

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.dist
 CASES = {
     "tied, bf16": ({"shard": 2}, "tied", "bf16", "none"),
     "mixtral": ({"replicate": 2}, "mixtral", "fp32", "none"),
+    "fewer experts than ranks": ({"shard": 4}, "two experts", "fp32", "none"),
     "tensor parallel": ({"tensor": 2}, "qwen3", "bf16", "none"),
     "both": ({"shard": 2, "tensor": 2}, "qwen3", "bf16_pure", "none"),
     "adapter": ({"sequence": 2}, "llama", "bf16", "lora"),

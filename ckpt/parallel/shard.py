@@ -12,9 +12,12 @@ shards and sums in fp32. Serves torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from ckpt.layers import find_layers, unwrapped
 from ckpt.parallel.mesh import Layout
@@ -45,8 +48,11 @@ def shard(model: nn.Module, layout: Layout, *, dtype: str = "fp32", reshard: boo
         )
     policy = MixedPrecisionPolicy(**POLICIES[dtype], cast_forward_inputs=False)
     mesh = layout.data_mesh
+    place = partial(_placement, num_ranks=layout.degrees.shard * layout.degrees.sequence)
     for layer in find_layers(model):
-        fully_shard(layer.module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(
+            layer.module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=place
+        )
     for module in _apart(model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -56,6 +62,14 @@ def shard(model: nn.Module, layout: Layout, *, dtype: str = "fp32", reshard: boo
             # By a plain sum: gloo has no premultiplied one.
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def _placement(parameter: nn.Parameter, num_ranks: int) -> Shard | None:
+    """Split stacked experts that are fewer than the ranks along another dimension: by their number, FSDP2's default,
+    some ranks would hold whole experts and the others nothing. None: the default."""
+    if isinstance(parameter, DTensor) or parameter.shape[0] >= num_ranks:
+        return None
+    return next((Shard(dim) for dim, size in enumerate(parameter.shape) if size % num_ranks == 0), None)
 
 
 def cast(model: nn.Module, dtype: str) -> None:
