@@ -136,6 +136,93 @@ def test_frozen_weights_stay_without_gradient():
     check(model, "full")
 
 
+@pytest.mark.parametrize("strategy", ["none", "full", "offload"])
+@pytest.mark.parametrize("part", ["mlp.up_proj", "post_attention_layernorm"])
+def test_a_weight_modified_before_backward_is_an_error_as_in_torch(strategy, part):
+    model = zoo.build("llama", layers=2)
+    inputs = zoo.batch(model, 16)
+    ckpt.apply(model, STRATEGIES[strategy], tile_mlp=3)
+    for _ in range(2):
+        loss = model(**inputs).loss
+        with torch.no_grad():
+            model.model.layers[1].get_submodule(part).weight.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified"):
+            loss.backward()
+
+
+def test_weights_that_trade_places_before_backward_are_an_error():
+    model = zoo.build("llama", layers=2)
+    mlp = model.model.layers[1].mlp
+    ckpt.apply(model, "none", tile_mlp=3)
+    mlp.gate_proj.weight.requires_grad_(False)
+    loss = model(**zoo.batch(model, 16)).loss
+    mlp.gate_proj.weight.requires_grad_(True), mlp.up_proj.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="requires_grad"):
+        loss.backward()
+
+
+HOOKS = {
+    "forward": lambda m: m.register_forward_hook(lambda m, args, output: output * 1.5),
+    "forward_pre": lambda m: m.register_forward_pre_hook(lambda m, args: (args[0] * 1.5,)),
+    "backward": lambda m: m.register_full_backward_hook(lambda m, grads, _: tuple(g * 1.5 for g in grads)),
+    "backward_pre": lambda m: m.register_full_backward_pre_hook(lambda m, grads: tuple(g * 1.5 for g in grads)),
+}
+
+
+@pytest.mark.parametrize(("kind", "part"), [
+    ("forward", "post_attention_layernorm"), ("backward", "post_attention_layernorm"),
+    ("backward_pre", "post_attention_layernorm"), ("forward_pre", "mlp"), ("backward", "mlp"), ("backward_pre", "mlp"),
+])  # fmt: skip
+def test_a_hook_between_the_modules_of_a_tile_is_never_passed_over(kind, part):
+    """There before: the part is found without it, or not tiled. Put there after: an error."""
+    model = zoo.build("llama", layers=2)
+    handle = ckpt.apply(model, "full", tile_mlp=3)
+    for layer in model.model.layers:
+        HOOKS[kind](layer.get_submodule(part))
+    with pytest.raises(RuntimeError, match="runs in tiles, but a hook"):
+        step(model)
+    handle.undo()
+    try:
+        check(model, "full")
+    except ValueError as error:
+        assert "a hook on" in str(error)
+
+
+@pytest.mark.parametrize(("kind", "part"), [
+    ("forward_pre", "post_attention_layernorm"), ("forward", "mlp"), ("backward", "mlp.act_fn"),
+    ("backward", "input_layernorm"),
+])  # fmt: skip
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_elsewhere_are_exact_with_tiles(kind, part, when):
+    model = zoo.build("llama", layers=2)
+
+    def hook():
+        return [HOOKS[kind](layer.get_submodule(part)) for layer in model.model.layers]
+
+    hooks = hook()
+    expected = exactness.run_step(model, zoo.batch(model, 16))
+    if when == "after":
+        for handle in hooks:
+            handle.remove()
+    ckpt.apply(model, "full", tile_mlp=3)
+    if when == "after":
+        hook()
+    for _ in range(2):
+        got = exactness.run_step(model, zoo.batch(model, 16))
+        assert torch.equal(got.loss, expected.loss)
+        for name, gradient in expected.gradients.items():
+            assert gradient is None or (got.gradients[name] - gradient).norm() <= 3e-6 * gradient.norm(), name
+
+
+def test_dropout_that_comes_after_the_tiles_is_an_error():
+    model = zoo.build("gpt2", layers=2)
+    ckpt.apply(model, "full", tile_mlp=3)
+    step(model)
+    model.transformer.h[0].mlp.dropout.p = 0.1
+    with pytest.raises(RuntimeError, match="dropout 0.1"):
+        step(model)
+
+
 # ---- what runs how often ---------------------------------------------------------------------------------------------
 
 

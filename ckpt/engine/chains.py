@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ckpt.engine.chain_checks import why_hooked, why_random
 from ckpt.engine.record import Recorder
 from ckpt.engine.tiles import Chain
 
@@ -62,6 +63,8 @@ def find_chains(model: nn.Module, layers: list[nn.Module]) -> Found:
             chain, reason = (None, failure) if not probe.seen else _chain_of(probe)
             if chain is not None and not _is_token_wise(chain, probe):
                 chain, reason = None, "its MLP mixes tokens, or has dropout that no module of its own draws"
+            if chain is not None and (hooked := why_hooked(chain.modules)):
+                chain, reason = None, hooked
             chains.append(chain)
             reasons.append(reason)
             norms += _norms_of(probe, () if chain is None else chain.names)
@@ -233,14 +236,6 @@ def is_token_wise(module: nn.Module) -> bool:
 def num_linear(module: nn.Module) -> int:
     """Return how many linear layers the module has."""
     return sum(_is_linear(m) for m in module.modules() if not any(True for _ in m.children()))
-
-
-def why_random(module: nn.Module) -> str | None:
-    """Dropout inside the chain would draw its masks tile by tile, other masks than without tiles."""
-    for m in module.modules():
-        if isinstance(m, nn.Dropout) and m.p > 0:
-            return f"its MLP has dropout {m.p}, whose masks would be drawn tile by tile"
-    return None
 
 
 def _is_linear(module: nn.Module) -> bool:

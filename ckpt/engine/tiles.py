@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ckpt.engine.actions import is_placeholder
+from ckpt.engine.chain_checks import why_hooked, why_random
 from ckpt.engine.context import Settings, Surroundings
 from ckpt.engine.loops import turns
 from ckpt.engine.unneeded import Unneeded
@@ -70,6 +71,13 @@ class Chain:
         found = {id(p): p for m in self.modules for p in m.parameters() if p.requires_grad}
         return list(found.values())
 
+    def check(self) -> None:
+        """Raise RuntimeError if a hook or a dropout came after the tiles, with which they would be wrong."""
+        for reason in (why_hooked(self.modules), *map(why_random, self.modules)):
+            if reason is not None:
+                where = " > ".join(self.names)
+                raise RuntimeError(f"{where} runs in tiles, but {reason}. Add it before ckpt.apply, or set tile_mlp=1.")
+
     def bounds(self, num_tokens: int) -> list[tuple[int, int]]:
         """Return begin and end of each tile."""
         size = -(-num_tokens // self.num_tiles)
@@ -106,6 +114,7 @@ class RunTiled:
         chain = self._chain
         if not torch.is_grad_enabled():
             return chain.forwards[-1](hidden)
+        chain.check()
         if self._surroundings is None:
             self._surroundings = Surroundings(nn.ModuleList(chain.modules))
         settings = self._surroundings.capture(hidden.device.type)
@@ -118,7 +127,8 @@ class TiledChain(torch.autograd.Function):
     @staticmethod
     def forward(ctx, chain: Chain, surroundings: Surroundings, settings: Settings, hidden, *parameters):
         ctx.chain, ctx.surroundings, ctx.settings = chain, surroundings, settings
-        ctx.num_parameters = len(parameters)
+        ctx.trained = parameters
+        ctx.versions = [(p, p._version) for m in chain.modules for p in m.parameters()]
         ctx.save_for_backward(hidden)
         in_backward = torch._C._current_graph_task_id() != -1
         output = None
@@ -138,8 +148,13 @@ class TiledChain(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         chain = ctx.chain
         parameters = chain.parameters()
-        if len(parameters) != ctx.num_parameters:
+        if [id(p) for p in parameters] != [id(p) for p in ctx.trained]:
             raise RuntimeError("requires_grad of a tiled MLP's parameters changed between forward and backward")
+        if changed := [p for p, version in ctx.versions if p._version != version]:
+            raise RuntimeError(
+                f"{' > '.join(chain.names)}, which runs in tiles: a parameter of shape {tuple(changed[0].shape)} was "
+                "modified in place between forward and backward"
+            )
         wants_hidden = ctx.needs_input_grad[3]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         totals: list[torch.Tensor | None] = [None] * len(parameters)
