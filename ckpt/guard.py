@@ -88,12 +88,12 @@ class Guard:
 
     def always(self, model, args, output):
         self._set_flags(True)
-        if self._applied.store is not None:
-            self._applied.store.end_of_forward()
         for watch in self._watches:
             watch.remove()
         self._watches.clear()
         self._ran.clear()
+        if self._applied.store is not None:
+            self._applied.store.end_of_forward()
 
     def _set_flags(self, value: bool) -> None:
         for module in self._flagged:

@@ -29,7 +29,7 @@ from ckpt.engine.store import Store
 from ckpt.engine.tiles import Chain
 from ckpt.guard import Guard, has_own_forward, is_native, refuse_without_seam, remove_guards
 from ckpt.layers import Layer, find_layers, unwrapped
-from ckpt.plan import LayerPlan, Plan, Policy
+from ckpt.plan import LayerPlan, Plan, Policy, Rule
 
 if TYPE_CHECKING:
     from ckpt.compile import Compiled
@@ -148,7 +148,7 @@ def apply(
 
             applied.compiled = lower(applied, layers, policy, tile_mlp, dynamic, compile)
         else:
-            if tile_mlp != 1:  # before the layers are patched: tiling looks at what the plain model does
+            if tile_mlp is True or tile_mlp != 1:  # before the layers are patched: it runs the plain model
                 tiling.tile(applied, model, layers, tile_mlp)
             _patch_layers(applied, model, layers, policy, dynamic)
         applied._set(inner, "_ckpt_applied", applied)
@@ -201,8 +201,15 @@ def _patch_layers(applied: Applied, model, layers: list[Layer], policy: Policy, 
         if not any(fnmatch.fnmatchcase(layer.name, pattern) for layer in layers):
             raise ValueError(f"dynamic={pattern!r} matches no layer; they are named {layers[0].name!r} and so on")
     rules = [policy.rule(layer.index, len(layers)) for layer in layers]
+    for index, rule in enumerate(rules):
+        if not isinstance(rule, Rule) or rule.inner not in ("keep", "replay"):
+            raise ValueError(
+                f"the policy's rule() of layer {index} returned {rule!r}; it is a ckpt.Rule, with inner keep or replay"
+            )
     where = getattr(policy, "offload", None)
     if where is not None:
+        if not isinstance(where, Mapping) or "target" not in where:
+            raise ValueError(f'the policy\'s offload is {where!r}; it is a table such as {{"target": "host"}}')
         applied.store = Store(where["target"], where.get("directory"))
     num_alike = Counter((rule.replay, rule.offload_input) for rule in rules)
     tails: dict[int, SegmentTail] = {}

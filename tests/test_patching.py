@@ -143,6 +143,51 @@ def test_what_is_no_strategy_is_refused(model, strategy, message):
         ckpt.apply(model, strategy)
 
 
+class Mine:
+    """A policy of a user's own, right but for what a test changes."""
+
+    name, offload = "mine", None
+
+    def __init__(self, rule=None, answer=None, offload=None):
+        self._rule, self._answer, self.offload = rule or ckpt.Rule(True), answer, offload
+
+    def rule(self, index, num_layers):
+        return None if self._rule == "none" else self._rule
+
+    def decide(self, index, op):
+        return self._answer
+
+    def complaint(self, seen, matched, dynamic):
+        return None
+
+
+@pytest.mark.parametrize("policy, message", [
+    (Mine(rule="none"), r"rule\(\) of layer 0 returned None; it is a ckpt\.Rule"),
+    (Mine(rule="full"), "returned 'full'"),
+    (Mine(rule=ckpt.Rule(True, 0, "other")), "inner keep or replay"),
+    (Mine(offload={}), "offload is {}; it is a table"),
+    (Mine(offload="host"), "offload is 'host'"),
+    (Mine(answer="other"), r"layer 0 .*decide\(\) on \S+ returned 'other'; it is keep, recompute, offload or None"),
+    (Mine(answer=True), "returned True"),
+    (Mine(answer="offload"), "names no target"),
+])  # fmt: skip
+def test_a_users_policy_that_answers_nonsense_is_refused_by_name(model, inputs, policy, message):
+    with pytest.raises(ValueError, match=message):
+        ckpt.apply(model, policy)
+        model(**inputs)
+
+
+def test_a_users_policy_may_name_its_decisions(model, inputs):
+    kept = {}
+    for answer in ("keep", ckpt.Decision.KEEP, "recompute", None):
+        handle = ckpt.apply(model, Mine(answer=answer))
+        model(**inputs).loss.backward()
+        kept[answer] = [layer.ops_kept for layer in handle.audit().layers]
+        handle.undo()
+    assert kept["keep"] == kept[ckpt.Decision.KEEP] and min(kept["keep"]) > 0
+    assert kept["recompute"] == kept[None] == [0] * len(kept[None])
+
+
 def test_settings_of_another_strategy_are_refused():
     with pytest.raises(ValueError, match="strategy full has no setting 'n'; it has none"):
         ckpt.strategies.make("full", n=3)

@@ -1,7 +1,7 @@
 """Where a store's bytes lie: pinned host memory, or a file.
 
-A medium makes slots, writes a device tensor into one and reads one into a device tensor, both returning an event (None
-when done). Waiting for an event never makes the compute stream copy.
+A medium makes slots and drops them, writes a device tensor into a part of one and reads it into a device tensor, both
+returning an event (None when done). Waiting for an event never makes the compute stream copy.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ class Host:
     def new_slot(self, num_bytes: int) -> torch.Tensor:
         check_room("host", None, num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._cuda)
+
+    def part(self, slot: torch.Tensor, num_bytes: int) -> torch.Tensor:
+        return slot[:num_bytes]
+
+    def drop(self, slot: torch.Tensor) -> None:
+        """Nothing to do: its memory goes with the last reference, once copies to and from it are over."""
 
     def write(self, slot: torch.Tensor, source: torch.Tensor):
         if not self._cuda:
@@ -90,18 +96,42 @@ class Disk:
         os.unlink(path)
         self._file = handle
         self._size = 0
+        self._free: list[tuple[int, int]] = []  # (begin, bytes) of dropped slots, in order
         self._thread = ThreadPoolExecutor(1, "ckpt-offload")
         self._end = weakref.finalize(self, _end_disk, self._thread, handle)
 
     def new_slot(self, num_bytes: int) -> tuple[int, int]:
-        begin = self._size
+        for k, (begin, size) in enumerate(self._free):
+            if size >= num_bytes:
+                self._free[k : k + 1] = [(begin + num_bytes, size - num_bytes)] if size > num_bytes else []
+                return begin, num_bytes
+        at_end = bool(self._free) and sum(self._free[-1]) == self._size
+        begin = self._free[-1][0] if at_end else self._size
         try:
             os.posix_fallocate(self._file, begin, max(num_bytes, 1))
-        except OSError:
+        except OSError as error:
             check_room("disk", self._directory, num_bytes)
-            raise
+            raise NoRoom(
+                f"offload: the file in {self._directory!r} cannot grow from {begin / _GIB:.2f} GiB by "
+                f"{num_bytes / _GIB:.2f} GiB: {error.strerror}. Raise that limit, or set directory to another disk."
+            ) from None
+        if at_end:
+            self._free.pop()
         self._size = begin + num_bytes
         return begin, num_bytes
+
+    def part(self, slot: tuple[int, int], num_bytes: int) -> tuple[int, int]:
+        return slot[0], num_bytes
+
+    def drop(self, slot: tuple[int, int]) -> None:
+        """Let other slots lie where this one was. The thread does one thing after the other: it is done with it."""
+        merged: list[tuple[int, int]] = []
+        for begin, size in sorted([*self._free, slot]):
+            if merged and sum(merged[-1]) == begin:
+                begin, size = merged[-1][0], merged.pop()[1] + size
+            if size:
+                merged.append((begin, size))
+        self._free = merged
 
     def write(self, slot: tuple[int, int], source: torch.Tensor) -> Future:
         with _disable_current_modes():

@@ -170,6 +170,8 @@ class Region:
 
     def _decision(self, op: Op) -> Decision:
         decision = self.decide(self.index, op)
+        if decision is not None and type(decision) is not Decision:
+            decision = _as_decision(decision, f"{self.name}: the policy's decide() on {op.key}")
         if decision is None:
             self.counts.undecided += 1
         elif decision is not Decision.RECOMPUTE:
@@ -199,3 +201,9 @@ class Region:
             counts.flops_run_again += sum(op.flops for op in program.record.ops)
 
 
+def _as_decision(answer: object, what: str) -> Decision:
+    """Return what a user's policy means: a Decision may be given by its name."""
+    try:
+        return Decision(answer)
+    except ValueError:
+        raise ValueError(f"{what} returned {answer!r}; it is keep, recompute, offload or None") from None

@@ -1,7 +1,8 @@
 """Stores: where offloaded tensors live, and how they come back.
 
 A store takes a tensor's whole storage, so views, slices, transposes and shared storages round-trip exactly, and gives a
-`Ticket`. Buffers are pooled by size: nothing grows from step to step. On CUDA copies run on a stream of their own, to
+`Ticket`. Buffers are pooled by size and make room for other sizes: nothing grows from step to step, nor with batches of
+ever other lengths. On CUDA copies run on a stream of their own, to
 and from pinned memory; the compute stream only waits for events. On CPU (and under fake tensors, where nothing is
 copied) the same bookkeeping holds, so what is predicted is what happens: at most one tensor is on its way out at any
 time, and what was offloaded by one layer call is brought back when the layer after it begins its backward.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import defaultdict
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -23,16 +25,25 @@ from ckpt import ledger
 from ckpt.engine.media import Disk, Host, check_room
 
 
+class _Buffer(NamedTuple):
+    """A medium's slot of `size` bytes, and the part of it that is used."""
+
+    size: int
+    slot: Any
+    part: Any
+
+
 class Ticket:
     """One storage that lives off the device. When the last reference dies, its buffer returns to the pool."""
 
     __slots__ = ("_store", "_slot", "_group", "_device", "_ready", "_live", "num_bytes", "_finalizer", "__weakref__")
 
-    def __init__(self, store: Store, slot, group: Group, device: torch.device, num_bytes: int):
-        self._store, self._slot, self._group, self._device, self.num_bytes = store, slot, group, device, num_bytes
+    def __init__(self, store: Store, buffer: _Buffer | None, group: Group, device: torch.device, num_bytes: int):
+        self._store, self._group, self._device, self.num_bytes = store, group, device, num_bytes
+        self._slot = None if buffer is None else buffer.part
         self._ready = None  # (bytes, event) on its way back or arrived
         self._live: weakref.ref | None = None
-        self._finalizer = weakref.finalize(self, store._give_back, num_bytes, slot)
+        self._finalizer = weakref.finalize(self, store._give_back, num_bytes, buffer)
 
     def prefetch(self) -> None:
         if self._ready is None and self._on_device() is None:
@@ -119,15 +130,15 @@ class Store:
         tensor = tensor.detach()  # its graph is not ours to keep alive
         num_bytes = tensor.untyped_storage().nbytes()
         fake = isinstance(tensor, FakeTensor)
-        slot = None if fake else self._take(num_bytes, tensor.device)
-        ticket = Ticket(self, slot, group, tensor.device, num_bytes)
+        buffer = None if fake else self._take(num_bytes, tensor.device)
+        ticket = Ticket(self, buffer, group, tensor.device, num_bytes)
         group.add(ticket)
         if fake:
             self._leaving = (tensor, None)
         else:
             with _disable_current_modes():  # a mode that numbers the layer's ops must not count this
                 source = whole_storage(tensor)
-            self._leaving = (tensor, self._medium.write(slot, source))
+            self._leaving = (tensor, self._medium.write(buffer.part, source))
         self.moved_bytes += num_bytes
         self._note(num_bytes)
         return ticket
@@ -166,20 +177,35 @@ class Store:
             self._medium = Host(device) if self.target == "host" else Disk(self.directory, device)
         return self._medium
 
-    def _take(self, num_bytes: int, device: torch.device):
+    def _take(self, num_bytes: int, device: torch.device) -> _Buffer:
         medium = self._open(device)
-        free = self._pool[num_bytes]
-        if free:
-            return free.pop()
-        with _disable_current_modes():  # host buffers are not device memory: no ledger counts them
-            slot = medium.new_slot(num_bytes)
-        self._slot_bytes += num_bytes
-        return slot
+        size = min((s for s, free in self._pool.items() if free and num_bytes <= s <= 2 * num_bytes), default=None)
+        if size is not None:
+            slot = self._pool[size].pop()
+        else:
+            self._make_room(num_bytes)
+            size = num_bytes
+            with _disable_current_modes():  # host buffers are not device memory: no ledger counts them
+                slot = medium.new_slot(size)
+            self._slot_bytes += size
+        return _Buffer(size, slot, medium.part(slot, num_bytes))
 
-    def _give_back(self, num_bytes: int, slot) -> None:
+    def _make_room(self, num_bytes: int) -> None:
+        """Drop free buffers, the largest first, so that a new one leaves all of them within the most that was ever
+        out at once."""
+        most = max(self.peak_bytes, self.bytes_now + num_bytes)
+        for size in sorted(self._pool, reverse=True):
+            free = self._pool[size]
+            while free and self._slot_bytes + num_bytes > most:
+                self._medium.drop(free.pop())
+                self._slot_bytes -= size
+            if not free:
+                del self._pool[size]
+
+    def _give_back(self, num_bytes: int, buffer: _Buffer | None) -> None:
         self._note(-num_bytes)
-        if slot is not None and self._medium is not None:
-            self._pool[num_bytes].append(slot)
+        if buffer is not None and self._medium is not None:
+            self._pool[buffer.size].append(buffer.slot)
 
     def _bring_back(self, slot, num_bytes: int, device: torch.device):
         target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -196,11 +222,9 @@ class Store:
             self._stall_seconds += time.perf_counter() - start
 
     def _settle(self) -> None:
-        if self._leaving is not None:
-            _, event = self._leaving
-            if event is not None:
-                self._medium.wait_written(event)
-            self._leaving = None
+        leaving, self._leaving = self._leaving, None  # first: a write that failed must not fail every later step
+        if leaving is not None and leaving[1] is not None:
+            self._medium.wait_written(leaving[1])
 
     def _note(self, delta: int) -> None:
         self.bytes_now += delta
