@@ -37,6 +37,7 @@ def tile(applied: Applied, model: nn.Module, layers: list[Layer], num_tiles: int
             applied.not_tiled[layer.index] = reason
         else:
             applied.chains[layer.index] = chain
+            chain.owner = layer.module
     if not applied.chains:
         why = found.reasons[0]
         raise ValueError(f"tile_mlp={num_tiles}: no layer's MLP can be tiled, since {why}. Set tile_mlp=1.")

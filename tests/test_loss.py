@@ -195,6 +195,13 @@ def test_half_precision_is_no_further_from_the_truth_than_full_logits(how):
     assert all(chunked[name].dtype == gradient.dtype for name, gradient in full.items())
 
 
+def test_an_fp64_model_has_the_gradients_of_full_logits():
+    model, inputs = tiny_llama().double(), batch()
+    (loss, full), (chunked_loss, chunked) = step(model, inputs), chunked_step(model, inputs)
+    torch.testing.assert_close(chunked_loss.float(), loss.float(), rtol=1e-6, atol=0)
+    assert largest_error(chunked, full) <= 1e-6
+
+
 def test_a_bf16_heads_gradient_does_not_lose_digits_with_the_number_of_chunks():
     hidden, labels = torch.randn(1, 4096, 32), torch.randint(0, 97, (1, 4096))
     errors = {}

@@ -223,6 +223,20 @@ def test_dropout_that_comes_after_the_tiles_is_an_error():
         step(model)
 
 
+@pytest.mark.parametrize("name", ["post_attention_layernorm", "mlp"])
+def test_a_module_of_a_tile_that_is_replaced_afterwards_is_an_error(name):
+    model = zoo.build("llama", layers=2)
+    handle = ckpt.apply(model, "full", tile_mlp=3)
+    step(model)
+    width = model.config.hidden_size
+    other = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.LayerNorm(width))
+    setattr(model.model.layers[1], name, other)
+    with pytest.raises(RuntimeError, match=f"runs in tiles, but {name} was replaced"):
+        step(model)
+    handle.undo()
+    step(model)
+
+
 # ---- what runs how often ---------------------------------------------------------------------------------------------
 
 

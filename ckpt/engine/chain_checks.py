@@ -33,6 +33,16 @@ def why_hooked(modules: Sequence[nn.Module]) -> str | None:
     return None
 
 
+def why_replaced(owner: nn.Module | None, names: Sequence[str], modules: Sequence[nn.Module]) -> str | None:
+    """A chain's modules rely on each other; one that stands alone may go without harm."""
+    if owner is None or len(modules) == 1:
+        return None
+    for name, module in zip(names, modules, strict=True):
+        if owner._modules.get(name) is not module:
+            return f"{name} was replaced"
+    return None
+
+
 def _values(hooks) -> Iterable:
     return () if not hooks else hooks.values()
 

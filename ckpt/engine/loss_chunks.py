@@ -219,6 +219,7 @@ def _row_factor(scale: Tensor | None, mask: Tensor | None, span: slice) -> Tenso
 
 def _softmax_to_gradient_(values: Tensor, sums: Tensor, index: Tensor, smoothing: float, factor: Tensor | None) -> None:
     """Turn exp(logits - max) into d loss / d logits = softmax - (1 - s) onehot - s / V, times `factor`, in place."""
+    factor = None if factor is None else factor.to(values.dtype)  # the hidden states of an fp64 model are wider
     hot = torch.full_like(sums, smoothing - 1)
     inverse = sums.reciprocal()
     if factor is not None:

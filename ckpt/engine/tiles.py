@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ckpt.engine.actions import is_placeholder
-from ckpt.engine.chain_checks import why_hooked, why_random
+from ckpt.engine.chain_checks import why_hooked, why_random, why_replaced
 from ckpt.engine.context import Settings, Surroundings
 from ckpt.engine.loops import turns
 from ckpt.engine.unneeded import Unneeded
@@ -38,6 +38,7 @@ class Chain:
     modules: list[nn.Module]
     names: tuple[str, ...]
     num_tiles: int = 1
+    owner: nn.Module | None = None  # the layer that calls them by those names
     forwards: list = field(default_factory=list)  # the modules' own forwards
     tokens_in: int = 0
     tokens_run: int = 0
@@ -72,11 +73,13 @@ class Chain:
         return list(found.values())
 
     def check(self) -> None:
-        """Raise RuntimeError if a hook or a dropout came after the tiles, with which they would be wrong."""
-        for reason in (why_hooked(self.modules), *map(why_random, self.modules)):
+        """Raise RuntimeError if a hook, a dropout or another module came after the tiles, with which they would be
+        wrong."""
+        replaced = why_replaced(self.owner, self.names, self.modules)
+        for reason in (replaced, why_hooked(self.modules), *map(why_random, self.modules)):
             if reason is not None:
-                where = " > ".join(self.names)
-                raise RuntimeError(f"{where} runs in tiles, but {reason}. Add it before ckpt.apply, or set tile_mlp=1.")
+                what = " > ".join(self.names)
+                raise RuntimeError(f"{what} runs in tiles, but {reason}. Do that before ckpt.apply, or set tile_mlp=1.")
 
     def bounds(self, num_tokens: int) -> list[tuple[int, int]]:
         """Return begin and end of each tile."""
@@ -97,7 +100,10 @@ class HandThrough:
         self._chain, self._position = chain, position
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden if torch.is_grad_enabled() else self._chain.forwards[self._position](hidden)
+        if not torch.is_grad_enabled():
+            return self._chain.forwards[self._position](hidden)
+        self._chain.check()  # here too: the last module may be the one that is no longer called
+        return hidden
 
 
 class RunTiled:
