@@ -268,6 +268,12 @@ def naming_refusals() -> Iterator[None]:
             f"this model's forward cannot be predicted: {what} ({_place(error)}). Measure a real step instead "
             "(ckpt.measure), or give a module without that op."
         ) from error
+    except RuntimeError as error:
+        if "overflow" not in str(error).lower():
+            raise
+        raise Unpredictable(
+            f"a tensor of this step takes 2^63 bytes or more ({_place(error)}): lower seq_len or batch_size"
+        ) from error
 
 
 def _place(error: BaseException) -> str:

@@ -133,7 +133,7 @@ def predict(
         ValueError: an unknown strategy or hardware, a config that cannot be built, a forward that needs the values of
             tensors; the message names what is wrong.
     """
-    device = None if hardware is None else as_device(hardware, work.dtype if work else None)
+    device = None if hardware is None else as_device(hardware, getattr(work, "dtype", None))
     if isinstance(model, Simulator):
         if work is not None and work != model.work:
             raise ValueError(
@@ -141,7 +141,7 @@ def predict(
             )
         simulator = model
     else:
-        simulator = Simulator(model, work or Workload(), inputs=inputs)
+        simulator = Simulator(model, Workload() if work is None else work, inputs=inputs)
     try:
         return read(simulator.run(strategy), simulator.work, device, workspaces=workspaces)
     finally:

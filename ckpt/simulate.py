@@ -101,6 +101,10 @@ class Simulator:
         inputs: Mapping[str, Any] | None = None,
         reduce: bool = True,
     ):
+        if not isinstance(work, Workload):
+            raise ValueError(f"a prediction needs a ckpt.Workload, got {type(work).__name__}")
+        if inputs is not None and not isinstance(inputs, Mapping):
+            raise ValueError(f"inputs must be the forward's arguments by name, got {type(inputs).__name__}")
         self.work = work
         self.mode = FakeMode()
         self.model = fake_copy(model, self.mode)

@@ -21,6 +21,7 @@ OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "sgd")
 LOSSES = ("chunked", "full", "torch", "liger")
 PACKINGS = ("none", "concat", "isolate")
 ROUTINGS = ("balanced",)
+MOST_TOKENS = 2**29  # of one forward; above, bytes of T x T tensors are no 64-bit numbers any more
 DEGREES = ("replicate", "shard", "tensor", "sequence")
 
 
@@ -64,6 +65,13 @@ class Workload:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"workload: {name}={value!r} must be a whole number, {least} or more")
+        if self.batch_size * self.seq_len > MOST_TOKENS:
+            raise ValueError(
+                f"workload: batch_size={self.batch_size} of seq_len={self.seq_len} are more tokens than the "
+                f"{MOST_TOKENS} that a prediction can count; lower seq_len"
+            )
+        if not isinstance(self.hold_gradients, bool):
+            raise ValueError(f"workload: hold_gradients={self.hold_gradients!r} must be True or False")
         _one_of("dtype", self.dtype, tuple(DTYPES))
         _one_of("loss", self.loss, LOSSES)
         _one_of("packing", self.packing, PACKINGS)
@@ -73,6 +81,8 @@ class Workload:
         tiles = self.tile_mlp
         if tiles != "auto" and (isinstance(tiles, bool) or not isinstance(tiles, int) or tiles < 1):
             raise ValueError(f"workload: tile_mlp={tiles!r} must be a whole number, 1 or more, or 'auto'")
+        if self.mesh is not None and not isinstance(self.mesh, Mapping):
+            raise ValueError(f"workload: mesh={self.mesh!r} must be degrees by name, such as {{'shard': 8}}, or None")
         for name, degree in (self.mesh or {}).items():
             _one_of("mesh", name, DEGREES)
             if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:

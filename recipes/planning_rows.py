@@ -19,7 +19,8 @@ from ckpt import strategies
 from ckpt.choose_tiles import choose_tiles
 from ckpt.fake import Unpredictable
 from ckpt.hardware import DEVICES, GIB, Device
-from ckpt.longest import longest
+from ckpt.layers import unwrapped
+from ckpt.longest import MOST_TOKENS, longest
 from ckpt.predict import Prediction, predict, read
 from ckpt.simulate import Simulator
 from ckpt.workload import Workload
@@ -144,14 +145,23 @@ def search_longest(model: nn.Module, strategy: Any, work: Workload, device: Devi
 
     known: the prediction of this strategy for `work`.
     """
-    step = 1024 if work.seq_len >= 8192 else 64
+    most = _most_tokens(model)
+    step = min(1024 if work.seq_len >= 8192 else 64, most)
     standing = sum(known.residents[name] for name in ("parameters", "gradients", "optimizer_state"))
 
     def peak_of(tokens: int) -> int:
         return predict(model, strategy, work.replace(seq_len=tokens), device).peak_bytes
 
     peaks = {work.seq_len: known.peak_bytes}
-    return longest(peak_of, device.usable_bytes, step=step, known=peaks, at_zero=standing, check_next=False).seq_len
+    found = longest(peak_of, device.usable_bytes, step=step, most=most, known=peaks, at_zero=standing, check_next=False)
+    return found.seq_len
+
+
+def _most_tokens(model: nn.Module) -> int:
+    """Rotary positions can be stretched, learned ones end where their table does."""
+    config = unwrapped(model).config.get_text_config(decoder=True)
+    is_rotary = getattr(config, "rope_parameters", None)
+    return MOST_TOKENS if is_rotary else getattr(config, "max_position_embeddings", None) or MOST_TOKENS
 
 
 def best(rows: Sequence[Row]) -> Row | None:

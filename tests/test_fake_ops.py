@@ -75,13 +75,40 @@ def test_more_tokens_or_rows_never_predict_less(tokens, more, rows, more_rows, s
         ({"strategy": "ful"}, "ful"),
         ({"model": torch.nn.Linear(2, 2)}, "layer"),
         ({"model": "llama"}, "needs a model, a Transformers config or a model on meta, got str"),
+        ({"work": {"seq_len": 64}}, "needs a ckpt.Workload, got dict"),
+        ({"work": 64, "hardware": "h100"}, "needs a ckpt.Workload, got int"),
+        ({"inputs": 5}, "inputs must be the forward's arguments by name, got int"),
     ],
 )
 def test_what_cannot_be_predicted_is_named(arguments, said):
     given = {"model": config_of("llama"), "strategy": "full", "work": WORK.replace(seq_len=8)} | arguments
     with pytest.raises(ValueError, match=said) as caught:
-        predict(given["model"], given["strategy"], given["work"], given.get("hardware"))
+        predict(given["model"], given["strategy"], given["work"], given.get("hardware"), inputs=given.get("inputs"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"mesh": 8}, "mesh=8 must be degrees by name"),
+        ({"mesh": [("shard", 2)]}, "must be degrees by name"),
+        ({"hold_gradients": "no"}, "hold_gradients='no' must be True or False"),
+        ({"seq_len": 2**29 + 1}, "more tokens than the 536870912"),
+        ({"seq_len": 2**62, "batch_size": 2**9}, "lower seq_len"),
+    ],
+)
+def test_a_workload_that_cannot_be_meant_is_named(values, said):
+    with pytest.raises(ValueError, match=said):
+        WORK.replace(**values)
+
+
+def test_the_most_tokens_that_a_workload_takes_end_in_a_figure_or_one_line():
+    work = WORK.replace(seq_len=2**29)
+    assert predict(config_of("llama"), "full", work).peak_bytes > 2**29 * 128 * 4
+    eager = config_of("gemma2")
+    eager.num_attention_heads = 64
+    with pytest.raises(ValueError, match="takes 2\\^63 bytes or more .*lower seq_len"):
+        predict(eager, "full", work)
 
 
 def test_a_config_that_cannot_be_built_is_named():

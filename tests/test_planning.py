@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 from test_loop_recipes import SMALL
 
+from ckpt.fake import on_meta
+from ckpt.hardware import find
 from ckpt.plan import Plan
 from ckpt.predict import predict
+from ckpt.simulate import Simulator
+from ckpt.workload import Workload
 from recipes import planning_program, planning_rows, planning_tables
 from recipes.cli import compose
 from recipes.config import from_dict
 from recipes.planning import with_known_shape
 from recipes.workload import workload_of
+from scripts import predict_table
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -192,3 +197,14 @@ def test_the_command_line_plans_and_refuses(tmp_path):
     wrong = run("hardware=h900")
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: hardware=h900 is unknown")
     assert run("diff", "x").returncode == 2
+
+
+@pytest.mark.parametrize(("model", "most"), [("gpt2", 192), ("llama", None)])
+def test_the_longest_sequence_ends_with_positions_that_are_learned(model, most):
+    config = predict_table.config_of(model)
+    config.max_position_embeddings = 200
+    simulator = Simulator(config, Workload(batch_size=1, seq_len=64, dtype="fp32"))
+    device = find("cpu")
+    _, prediction = planning_rows.predicted(simulator, "full", device)
+    found = planning_rows.search_longest(on_meta(config), "full", simulator.work, device, prediction)
+    assert found == most if most else found > 10_000  # lengths are multiples of 64
