@@ -112,7 +112,8 @@ class Plan:
                 return (
                     f"plan: layer {index} has no op {missing[0]!r}"
                     + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
-                    + f". The plan was made for another model or kernel; the layer's ops are e.g. "
+                    + ". The plan was made for another model, kernel, or (where a layer loops over its tokens) length; "
+                    "the layer's ops are e.g. "
                     f"{', '.join(sorted(map(str, keys))[:4])}. Make the plan again."
                 )
         return None
