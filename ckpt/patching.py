@@ -160,7 +160,7 @@ def apply(
             from ckpt.engine.loss import attach_chunked_loss
 
             applied._loss = attach_chunked_loss(model)
-        elif loss not in ("full", "torch"):
+        elif loss != "full":
             raise ValueError(f"loss={loss!r} is unknown; it is full or chunked")
     except BaseException:
         applied.undo()

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from ckpt.engine.keys import OpKey
 from ckpt.engine.record import Op
+from ckpt.workload import LOSSES
 
 SCHEMA_VERSION = 1
-LOSSES = ("chunked", "full", "torch", "liger")
 
 
 class Decision(StrEnum):

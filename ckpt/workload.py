@@ -18,7 +18,7 @@ import torch
 from ckpt.precision import DTYPES
 
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "sgd")
-LOSSES = ("chunked", "full", "torch", "liger")
+LOSSES = ("chunked", "full")
 PACKINGS = ("none", "concat", "isolate")
 ROUTINGS = ("balanced",)
 MOST_TOKENS = 2**29  # of one forward; above, bytes of T x T tensors are no 64-bit numbers any more
@@ -76,6 +76,8 @@ class Workload:
         _one_of("loss", self.loss, LOSSES)
         _one_of("packing", self.packing, PACKINGS)
         _one_of("routing", self.routing, ROUTINGS)
+        if self.documents > 1 and self.packing != "isolate":
+            raise ValueError(f"workload: documents={self.documents} needs packing='isolate', not {self.packing!r}")
         if self.optimizer is not None and not callable(self.optimizer):
             _one_of("optimizer", self.optimizer, OPTIMIZERS, " or None, or a function that makes one")
         tiles = self.tile_mlp

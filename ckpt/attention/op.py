@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ckpt.attention import kernels
 from ckpt.attention.spec import Spec, lse_dtype
@@ -119,8 +120,9 @@ packed_attention.register_autograd(_differentiate, setup_context=_remember)
 
 def _is_walked(args: tuple) -> bool:
     """Whether a simulation runs what is inside, to see its scratch: blocks of scores with a soft cap, the same on every
-    device. Other kernels have next to none, and a CPU's is not a GPU's."""
-    return args[-1] != 0.0
+    device. Other kernels have next to none, and a CPU's is not a GPU's. Where documents begin must be known."""
+    bounds = next(x for x in args if isinstance(x, Tensor) and x.dtype == torch.int32)
+    return args[-1] != 0.0 and not (isinstance(bounds, FakeTensor) and bounds.constant is None)
 
 
 packed_attention.is_walked = packed_attention_backward.is_walked = _is_walked  # asked by ckpt/live.py

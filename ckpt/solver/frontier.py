@@ -110,7 +110,7 @@ class Frontier:
     def _lean(self) -> Space | None:
         """Return the space in which loss and MLP need least; None if that is the given one."""
         work = self._simulator.work
-        loss = "chunked" if work.loss in ("full", "torch") else None
+        loss = "chunked" if work.loss == "full" else None
         tiles = _tiles_for(self.space) if work.tile_mlp == 1 else None
         room = self._rooms[0] if self._rooms else None
         for setting in dict.fromkeys((Setting(loss, tiles), Setting(loss, None))):
