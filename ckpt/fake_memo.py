@@ -5,7 +5,7 @@ up; what it answered once is found here by a shorter key, and made in the same w
 (random or data-dependent results, custom ops) never gets here.
 
     memo = Memo(mode)
-    if (key := memo.key(func, args, kwargs)) in memo: result = memo.make(key, args)
+    if memo.knows(key := memo.key(func, args, kwargs)): result = memo.make(key, args)
     else: result = memo.watch(key, args, lambda: mode.dispatch(...))
 
 Serves torch 2.11 to 2.13, whose counters it reads (`FakeTensorMode.cache_hits`).
@@ -67,7 +67,7 @@ class Memo:
         hits, others = (a - b for a, b in zip(_counts(), before, strict=True))
         if not others:
             self._known[key] = _describe(key[0], args, result) if hits == 1 else None
-        elif others and hits:
+        elif hits:
             self._known[key] = None
         return result
 

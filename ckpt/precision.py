@@ -69,7 +69,8 @@ class Precision:
         if self.masters:
             # Local parts: split tensors and whole ones, as tensor parallelism leaves them, cannot be copied in one go.
             torch._foreach_copy_(
-                [_local(self._trained[name]) for name in self.masters], [_local(m) for m in self.masters.values()]
+                [local_part(self._trained[name]) for name in self.masters],
+                [local_part(master) for master in self.masters.values()],
             )
 
     def undo(self) -> None:
@@ -116,7 +117,8 @@ def cast_in_place(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     parameter.grad = None
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a DTensor; any other tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
 
 

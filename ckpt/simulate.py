@@ -38,7 +38,7 @@ from ckpt.layers import find_layers, unwrapped
 from ckpt.optimizers import make_optimizer
 from ckpt.patching import Applied, applied_to, apply, resolve
 from ckpt.plan import Policy
-from ckpt.precision import Precision, prepare
+from ckpt.precision import Precision, local_part, prepare
 from ckpt.reduce import Chosen, choose_layers, policy_keys, structure_keys
 from ckpt.timeline import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from ckpt.trace import Trace
@@ -296,7 +296,7 @@ class _Reduced:
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes on this rank: of a sharded tensor its part."""
-    local = (getattr(t, "_local_tensor", t) for t in tensors)
+    local = map(local_part, tensors)
     return sum(t.numel() * t.element_size() for t in local)
 
 

@@ -69,10 +69,9 @@ def build_model(chosen: Model, config: PreTrainedConfig, device: torch.device | 
                 config, dtype=torch.float32, trust_remote_code=chosen.trust_remote_code
             )
     else:
-        options: dict[str, Any] = {"dtype": "auto"}
+        options: dict[str, Any] = {"dtype": "auto", "output_loading_info": True}
         if chosen.gguf_file:  # without dequantize=True, save_pretrained raises afterwards (transformers 5.24)
-            options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
-        options["output_loading_info"] = True
+            options |= {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
         model, loaded = reach(
             chosen,
             lambda name: AutoModelForCausalLM.from_pretrained(name, config=config, **from_where(chosen), **options),
