@@ -16,6 +16,7 @@ from typing import Any
 
 from ckpt.hardware import Device
 from ckpt.predict import as_device, predict
+from ckpt.simulate import Simulator
 from ckpt.workload import Workload
 
 MOST_TOKENS = 2**24
@@ -122,14 +123,25 @@ def longest_that_fits(
 ) -> Longest:
     """Search by prediction: for what a device has, or for a budget. Other arguments are those of `longest`.
 
+    model: anything that `predict` takes; one Simulator makes all predictions.
+
     Raises ValueError without either.
     """
     device = None if hardware is None else as_device(hardware, work.dtype)
     if budget_bytes is None and device is None:
         raise ValueError("longest_that_fits needs hardware, or a budget: budget_bytes=...")
     budget = device.usable_bytes if budget_bytes is None else budget_bytes
-    return longest(
-        predict_peak or (lambda n: predict(model, strategy, work.replace(seq_len=n), device).peak_bytes),
-        budget,
-        **search,
-    )
+    if predict_peak is not None:
+        return longest(predict_peak, budget, **search)
+    simulator = model if isinstance(model, Simulator) else Simulator(model, work)
+    try:
+        return longest(lambda n: peak_at(simulator, n, strategy, device), budget, **search)
+    finally:
+        if simulator is not model:
+            simulator.close()
+
+
+def peak_at(simulator: Simulator, seq_len: int, strategy: Any, device: Device | None) -> int:
+    """Return the predicted peak in bytes of a step with rows of `seq_len` tokens."""
+    with simulator.at_length(seq_len):
+        return predict(simulator, strategy, hardware=device).peak_bytes

@@ -23,16 +23,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig
 
 from ckpt import attention
-from ckpt.attention import bounds as make_bounds
 from ckpt.attention.families import layer_types
 from ckpt.audit import Audit
 from ckpt.choose_tiles import choose_tiles
 from ckpt.engine.program import Program
 from ckpt.fake import Always, FakeMode, fake_copy, naming_refusals, real_path
+from ckpt.fake_batch import fake_batches
 from ckpt.fake_step import LayerMarks, traced_step
 from ckpt.layers import find_layers, unwrapped
 from ckpt.optimizers import make_optimizer
@@ -116,9 +115,9 @@ class Simulator:
             from ckpt.parallel.simulated import FakeRanks
 
             self._ranks = FakeRanks(work.mesh)  # outside the fake mode: meshes are made of real tensors
-        bounds = _bounds(work)
+        self._inputs = inputs
+        self._batches = self._make_batches()
         with self.mode:
-            self._batches = [_fake_batch(work, inputs, bounds) for _ in range(work.grad_accum)]
             self.precision = self._spread()
         self.layers = find_layers(self.model)
         self._holder = _holder_of(self.model, [layer.module for layer in self.layers])
@@ -136,11 +135,33 @@ class Simulator:
             # Without an optimizer nothing reads master weights, so there are none.
             return prepare(self.model, "bf16_pure" if work.dtype == "bf16" and not work.optimizer else work.dtype)
         from ckpt.parallel.simulated import spread
+
+        return spread(self.model, self._ranks.layout, work)
+
+    def _make_batches(self) -> list[dict[str, Any]]:
+        batches = fake_batches(self.work, self.mode, self._inputs)
+        if self._ranks is None:
+            return batches
         from ckpt.parallel.ulysses import shard_sequence
 
-        layout = self._ranks.layout
-        self._batches = [shard_sequence(batch, layout) for batch in self._batches]
-        return spread(self.model, layout, work)
+        with self.mode:
+            return [shard_sequence(batch, self._ranks.layout) for batch in batches]
+
+    @contextmanager
+    def at_length(self, seq_len: int) -> Iterator[Simulator]:
+        """Within it, steps have another sequence length; nothing else is built again.
+
+        Raises ValueError for a simulator with inputs of its own: their shapes say how long they are.
+        """
+        if self._inputs is not None:
+            raise ValueError("a Simulator with inputs= has their length; make another one with other inputs")
+        before = self.work, self._batches
+        try:
+            self.work = self.work.replace(seq_len=seq_len)
+            self._batches = self._make_batches()
+            yield self
+        finally:
+            self.work, self._batches = before
 
     def close(self) -> None:
         """Take down the simulated ranks of a workload with a mesh; the simulator cannot be used afterwards."""
@@ -310,31 +331,3 @@ def _is_packed(model: nn.Module) -> bool:
     configs = (vars(module).get("config") for module in model.modules())
     names = (getattr(config, "_attn_implementation", None) for config in configs)
     return any(name in (attention.NAME, attention.NAME_EAGER) for name in names)
-
-
-def _bounds(work: Workload) -> torch.Tensor | None:
-    """Real bounds, which packed attention reads: rows of equally long documents."""
-    if work.packing != "isolate":
-        return None
-    length = -(-work.seq_len // work.documents)
-    rows = range(0, work.batch_size * work.seq_len, work.seq_len)
-    starts = [row + at for row in rows for at in range(0, work.seq_len, length)]
-    return make_bounds.from_starts(starts, work.batch_size, work.seq_len)
-
-
-def _fake_batch(work: Workload, inputs: Mapping[str, Any] | None, bounds: torch.Tensor | None) -> dict[str, Any]:
-    """Make one micro-batch, by the keys of the training data (`recipes/data`). bounds: of its documents."""
-    if inputs is not None:
-        return tree_map(
-            lambda v: (
-                torch.empty_like(v, device="cpu").requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v
-            ),
-            dict(inputs),
-        )
-    shape = (work.batch_size, work.seq_len)
-    batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
-    if work.packing == "isolate":
-        batch["position_ids"] = torch.zeros(shape, dtype=torch.long)
-        batch |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds)
-        batch |= {"max_length_q": work.seq_len, "max_length_k": work.seq_len}
-    return batch

@@ -98,7 +98,7 @@ def _one(cfg: Config, model: nn.Module, device: Any, say: Say) -> dict[str, Any]
         say("looking at the layers that are kept whole")
         records = {i: program.record for i, program in simulator.run("full", tile_mlp=1).programs.items()}
     say("looking for the longest sequence that fits")
-    tokens = search_longest(model, strategy, work, device, prediction)
+    tokens = search_longest(simulator, strategy, work, device, prediction)
     asked = {"strategy": {"name": chosen.name, **chosen.fields}, "workload": work.to_dict()}
     return {
         "prediction": prediction,

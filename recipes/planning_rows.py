@@ -21,7 +21,7 @@ from ckpt.fake import Unpredictable
 from ckpt.hardware import DEVICES, GIB, Device
 from ckpt.layers import unwrapped
 from ckpt.longest import MOST_TOKENS, longest
-from ckpt.predict import Prediction, predict, read
+from ckpt.predict import Prediction, read
 from ckpt.simulate import Simulator
 from ckpt.workload import Workload
 from recipes.config import Config
@@ -91,7 +91,7 @@ def plan_rows(
                 if name == "auto":
                     rows.append(_auto_row(rows, simulator, device, say))
                 else:
-                    rows.append(_row(label, words, strategies.make(name, **fields), simulator, model, device, search))
+                    rows.append(_row(label, words, strategies.make(name, **fields), simulator, device, search))
             except Unpredictable:
                 raise
             except ValueError as error:
@@ -106,14 +106,13 @@ def _row(
     words: tuple[str, ...],
     strategy: Any,
     simulator: Simulator,
-    model: nn.Module,
     device: Device,
     search: bool,
 ) -> Row:
     work, prediction = predicted(simulator, strategy, device)
     longest_tokens = None
     if search:
-        longest_tokens = search_longest(model, strategy, work, device, prediction)
+        longest_tokens = search_longest(simulator, strategy, work, device, prediction)
     return Row(label, words, prediction, longest_tokens, tile_mlp=work.tile_mlp)
 
 
@@ -140,17 +139,20 @@ def predicted(simulator: Simulator, strategy: Any, device: Device) -> tuple[Work
     return work, read(simulator.run(strategy, tile_mlp=work.tile_mlp), work, device)
 
 
-def search_longest(model: nn.Module, strategy: Any, work: Workload, device: Device, known: Prediction) -> int:
+def search_longest(simulator: Simulator, strategy: Any, work: Workload, device: Device, known: Prediction) -> int:
     """Return the longest sequence that fits the device; 0 if not even the shortest tried does.
 
-    known: the prediction of this strategy for `work`.
+    work: the simulator's, with the number of tiles that all lengths have. known: the prediction of this strategy for
+    it.
     """
-    most = _most_tokens(model)
+    most = _most_tokens(simulator.model)
     step = min(1024 if work.seq_len >= 8192 else 64, most)
     standing = sum(known.residents[name] for name in ("parameters", "gradients", "optimizer_state"))
 
     def peak_of(tokens: int) -> int:
-        return predict(model, strategy, work.replace(seq_len=tokens), device).peak_bytes
+        with simulator.at_length(tokens):
+            ran = simulator.run(strategy, tile_mlp=work.tile_mlp)
+        return read(ran, work, device).peak_bytes
 
     peaks = {work.seq_len: known.peak_bytes}
     found = longest(peak_of, device.usable_bytes, step=step, most=most, known=peaks, at_zero=standing, check_next=False)

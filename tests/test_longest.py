@@ -1,13 +1,18 @@
 """The longest sequence that fits is the one that trying every length would find, by few predictions."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
 from ckpt.longest import longest, longest_that_fits
 from ckpt.predict import predict
+from ckpt.simulate import Simulator
 from ckpt.workload import Workload
+from scripts.predict_table import config_of
+
+STRATEGIES = ("full", None)
 
 
 @settings(max_examples=300, deadline=None)
@@ -54,8 +59,6 @@ def test_needs_few_predictions_over_any_range():
 
 
 def test_the_longest_that_is_predicted_to_fit_fits_and_the_next_does_not():
-    from scripts.predict_table import config_of
-
     config = config_of("llama")
     config.num_hidden_layers = 1
     work = Workload(dtype="fp32", optimizer=None)
@@ -71,3 +74,41 @@ def test_needs_a_device_or_a_budget():
         longest_that_fits(None, "full", ckpt.Workload())
     with pytest.raises(ValueError, match="step=0"):
         longest(lambda n: n, 5, step=0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"packing": "isolate", "documents": 3, "grad_accum": 2}, {"mesh": {"sequence": 2}}],
+    ids=["packed", "sequence"],
+)
+def test_a_simulator_at_another_length_predicts_what_a_new_one_does(fields):
+    config = config_of("llama")
+    config.num_hidden_layers = 2
+    work = Workload(batch_size=2, seq_len=96, dtype="bf16", loss="chunked", **fields)
+    alone = [_steps(config, work), _steps(config, work.replace(seq_len=640))]
+    simulator = Simulator(config, work)
+    try:
+        with simulator.at_length(640):
+            longer = [simulator.run(strategy) for strategy in STRATEGIES]
+        as_before = [simulator.run(strategy) for strategy in STRATEGIES]
+    finally:
+        simulator.close()
+    assert simulator.work is work
+    for new, shared in zip(alone, (as_before, longer), strict=True):
+        for one, other in zip(new, shared, strict=True):
+            assert (one.steady.total == other.steady.total).all() and one.first.flops() == other.first.flops()
+
+
+def _steps(config, work):
+    simulator = Simulator(config, work)
+    try:
+        return [simulator.run(strategy) for strategy in STRATEGIES]
+    finally:
+        simulator.close()
+
+
+def test_a_simulator_with_inputs_keeps_their_length():
+    inputs = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "labels": torch.zeros(1, 8, dtype=torch.long)}
+    simulator = Simulator(config_of("llama"), Workload(seq_len=8), inputs=inputs)
+    with pytest.raises(ValueError, match="inputs= has their length"), simulator.at_length(16):
+        pass

@@ -206,6 +206,6 @@ def test_the_longest_sequence_ends_with_positions_that_are_learned():
     simulator = Simulator(config, Workload(batch_size=1, seq_len=64, dtype="fp32"))
     device = find("cpu")
     _, prediction = planning_rows.predicted(simulator, "full", device)
-    found = planning_rows.search_longest(on_meta(config), "full", simulator.work, device, prediction)
+    found = planning_rows.search_longest(simulator, "full", simulator.work, device, prediction)
     assert found == 192  # lengths are multiples of 64
     assert planning_rows._most_tokens(on_meta(predict_table.config_of("llama"))) == MOST_TOKENS
