@@ -65,7 +65,7 @@ COMPAT ?= 2.11.0 2.14.0
 compat: $(COMPAT:%=compat-%)
 compat-%:
 	test -x .venv-torch-$*/bin/python || $(PYTHON) -m venv .venv-torch-$*
-	grep -v '^torch==' constraints.txt > .venv-torch-$*/constraints.txt
+	grep -vE '^(torch|setuptools)==' constraints.txt > .venv-torch-$*/constraints.txt
 	PIP_CONSTRAINT=.venv-torch-$*/constraints.txt .venv-torch-$*/bin/python -m pip install --quiet setuptools
 	PIP_CONSTRAINT=.venv-torch-$*/constraints.txt .venv-torch-$*/bin/python -m pip install --quiet \
 	    --no-build-isolation --editable '.[dev]' 'torch==$*'
