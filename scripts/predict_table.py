@@ -1,20 +1,19 @@
 """Predicted against measured peaks on the CPU, by architecture, strategy, length, loss and packing: the error table.
 
-    python scripts/predict_table.py [--models llama,gpt2] [--lengths 512,4096] [--every 4] [--markdown FILE.md]
+    PYTHONPATH=. python scripts/predict_table.py [--models llama,gpt2] [--lengths 512,4096] [--strategies auto]
 
 Every cell makes two real optimizer steps (forward, backward, AdamW) under `ckpt.measure` and takes the higher peak,
-then predicts the same. Lines are printed as they come; the last ones sum up. With both lengths it takes about 20
-minutes of one core; rows of 4096 tokens under gemma2's eager attention need 6 GiB.
+then predicts the same. Cells that docs/prediction.csv has for these versions are not run again (`--fresh` forgets
+them), so it goes on where it was ended; docs/prediction.md and the README's table are written last. All of it takes
+about 40 minutes of one core; rows of 4096 tokens under gemma2's eager attention need 6 GiB.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,10 @@ from ckpt.ledger import measure as open_ledger
 from ckpt.optimizers import make_optimizer
 from ckpt.precision import prepare
 from ckpt.predict import Prediction, predict
+from ckpt.simulate import Simulator
 from ckpt.workload import Workload
+from scripts import predict_rows
+from scripts.predict_rows import Cell
 
 _PLAIN = {
     "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -51,7 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 32,
     },
 }  # fmt: skip
-STRATEGIES: dict[str, Any] = {
+STRATEGIES: dict[str, Any] = {  # and "auto", planned for each cell
     "none": "none",
     "full": "full",
     "every_n": ckpt.EveryN(2),
@@ -59,28 +61,21 @@ STRATEGIES: dict[str, Any] = {
     "segments replay": ckpt.Segments(2, "replay"),
     "selective": ckpt.Selective(),
     "selective +matmul": ckpt.Selective("attention+matmul"),
+    "offload": ckpt.Offload(target="disk"),
 }
+AUTO = "auto"
 LENGTHS = (512, 4096)
+MIB = 2**20
+ROOT = Path(__file__).resolve().parent.parent
 NUM_DOCUMENTS = 5
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One row of the table: a model's step."""
-
-    model: str
-    strategy: str
-    seq_len: int
-    loss: str
-    packing: str
-
-    @property
-    def work(self) -> Workload:
-        """fp32, one row, AdamW."""
-        return Workload(
-            batch_size=1, seq_len=self.seq_len, dtype="fp32", loss=self.loss, packing=self.packing,
-            documents=NUM_DOCUMENTS if self.packing == "isolate" else 1,
-        )  # fmt: skip
+def work_of(cell: Cell) -> Workload:
+    """Return the cell's step: fp32, one row, AdamW."""
+    return Workload(
+        batch_size=1, seq_len=cell.seq_len, dtype="fp32", loss=cell.loss, packing=cell.packing,
+        documents=NUM_DOCUMENTS if cell.packing == "isolate" else 1,
+    )  # fmt: skip
 
 
 def config_of(name: str) -> PreTrainedConfig:
@@ -88,11 +83,11 @@ def config_of(name: str) -> PreTrainedConfig:
     return CONFIG_MAPPING[name](**CONFIGS[name])
 
 
-def cells(models: list[str], lengths: list[int]) -> Iterator[Cell]:
+def cells(models: list[str], lengths: list[int], strategies: list[str]) -> Iterator[Cell]:
     """List the cells of the table; packing only where documents can be kept apart."""
     for model, length in itertools.product(models, lengths):
         can_pack = attention.refusal(AutoModelForCausalLM.from_config(config_of(model))) is None
-        for strategy, loss in itertools.product(STRATEGIES, ("full", "chunked")):
+        for strategy, loss in itertools.product(strategies, ("full", "chunked")):
             for packing in ("none", "isolate") if can_pack else ("none",):
                 yield Cell(model, strategy, length, loss, packing)
 
@@ -141,56 +136,45 @@ def measure(model: nn.Module, strategy: Any, work: Workload) -> int:
 
 def run(cell: Cell) -> tuple[int, Prediction, float]:
     """Return the measured peak, the prediction, and the seconds that it took."""
-    measured = measure(build(cell.model), STRATEGIES[cell.strategy], cell.work)
+    strategy = planned(cell) if cell.strategy == AUTO else STRATEGIES[cell.strategy]
+    measured = measure(build(cell.model), strategy, work_of(cell))
     start = time.process_time()
-    predicted = predict(config_of(cell.model), STRATEGIES[cell.strategy], cell.work)
+    predicted = predict(config_of(cell.model), strategy, work_of(cell))
     return measured, predicted, time.process_time() - start
 
 
+def planned(cell: Cell) -> ckpt.Plan:
+    """Plan for half way between what replaying every layer needs and what keeping everything does."""
+    simulator = Simulator(config_of(cell.model), work_of(cell))
+    full, none = (simulator.run(name).peak_bytes for name in ("full", "none"))
+    auto = ckpt.Auto(budget_gib=(full + none) / 2 / 2**30, objective="flops", bitwise=True)
+    return auto.plan(simulator, work_of(cell))
+
+
 def main() -> None:
-    """Print the table, and write it as Markdown if asked to."""
+    """Run the cells that are missing, then write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(CONFIGS))
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
-    parser.add_argument("--every", type=int, default=1, help="run only every n-th cell")
-    parser.add_argument("--markdown", type=Path)
-    arguments = parser.parse_args()
+    parser.add_argument("--strategies", default=",".join((*STRATEGIES, AUTO)))
+    parser.add_argument("--fresh", action="store_true", help="run cells again that are known")
+    parser.add_argument("--csv", type=Path, default=ROOT / "docs" / "prediction.csv")
+    parser.add_argument("--markdown", type=Path, default=ROOT / "docs" / "prediction.md")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    asked = parser.parse_args()
     torch.set_num_threads(1)
-    errors: dict[tuple[str, int], list[float]] = {}
-    chosen = cells(arguments.models.split(","), [int(n) for n in arguments.lengths.split(",")])
-    for cell in itertools.islice(chosen, 0, None, arguments.every):
+    rows = {} if asked.fresh else predict_rows.load(asked.csv)
+    chosen = cells(asked.models.split(","), [int(n) for n in asked.lengths.split(",")], asked.strategies.split(","))
+    for cell in chosen:
+        if cell in rows:
+            continue
         measured, predicted, seconds = run(cell)
-        error = predicted.peak_bytes / measured - 1
-        errors.setdefault((cell.model, cell.seq_len), []).append(error)
-        print(
-            f"{cell.model:>10} T={cell.seq_len:<5} {cell.strategy:<18} loss={cell.loss:<8} packing={cell.packing:<8} "
-            f"measured {measured / 2**20:9.2f} MiB  predicted {predicted.peak_bytes / 2**20:9.2f} MiB  {error:+.3%}  "
-            f"{seconds:.1f} s",
-            flush=True,
-        )
-        if arguments.markdown:  # as far as it got: the whole takes long
-            arguments.markdown.write_text("\n".join([*_HEADER, *table(errors)]) + "\n", encoding="utf-8")
-    print("\n".join(table(errors)))
-
-
-_HEADER = (
-    "# Predicted against measured peaks",
-    "",
-    "Live bytes on the CPU, fp32, optimizer step included;",
-    "`python scripts/predict_table.py --markdown docs/prediction.md`.",
-    f"Strategies: {', '.join(STRATEGIES)}; loss full and chunked; packing where the family can keep documents apart.",
-    "",
-)
-
-
-def table(errors: dict[tuple[str, int], list[float]]) -> list[str]:
-    """Sum the errors up, one line for each architecture and length."""
-    lines = ["| model | tokens | cells | largest error | median error |", "|---|---|---|---|---|"]
-    for (model, length), found in errors.items():
-        sizes = [abs(error) for error in found]
-        lines.append(f"| {model} | {length} | {len(found)} | {max(sizes):.3%} | {statistics.median(sizes):.3%} |")
-    sizes = [abs(error) for found in errors.values() for error in found]
-    return [*lines, f"| all | | {len(sizes)} | {max(sizes):.3%} | {statistics.median(sizes):.3%} |"]
+        rows[cell] = predict_rows.Row(measured / MIB, predicted.peak_bytes / MIB)
+        predict_rows.save(asked.csv, rows)
+        print(f"{cell}  {rows[cell]}  {seconds:.1f} s", flush=True)
+    asked.markdown.write_text(predict_rows.markdown(rows), encoding="utf-8")
+    asked.readme.write_text(predict_rows.put_into_readme(asked.readme.read_text("utf-8"), rows), encoding="utf-8")
+    print(f"wrote {asked.markdown}, and the table in {asked.readme}")
 
 
 if __name__ == "__main__":
