@@ -112,6 +112,7 @@ class FakeMode(FakeTensorMode):
             return args[0].device
         kwargs = kwargs or {}
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            _refuse_real_parameters(args)
             with self:
                 return _grouped_mm(*args, **kwargs)
         if self._answers and func in _ASKED and (answer := self._answer(func, types, args, kwargs)) is not None:
@@ -125,6 +126,8 @@ class FakeMode(FakeTensorMode):
             finally:
                 self.cache_enabled = True
         key = self._memo.key(func, args, kwargs)
+        if key is None:
+            _refuse_real_parameters(args)
         if self._memo.knows(key):
             return self._memo.make(key, args)
         return self._memo.watch(key, args, lambda: super(FakeMode, self).__torch_dispatch__(func, types, args, kwargs))
@@ -142,6 +145,16 @@ class FakeMode(FakeTensorMode):
             if value is None:
                 raise
             return value
+
+
+def _refuse_real_parameters(args: tuple) -> None:
+    """A copy that reaches the original's weights would be counted wrong, and give them fake gradients."""
+    for value in args:
+        if isinstance(value, nn.Parameter) and not isinstance(value, FakeTensor):
+            raise Unpredictable(
+                f"a function put on a module of this model keeps a parameter of shape {tuple(value.shape)} that is not "
+                "a copy's own: bind it (types.MethodType(function, module)) and use its `self`, or predict before that."
+            )
 
 
 def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None):

@@ -10,6 +10,8 @@ that they really do the same, so a key that misses a difference costs time, not 
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,7 @@ def num_periods(period: int, gathers_ahead: bool = False) -> int:
 
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _NOT_A_DIFFERENCE = frozenset({"layer_idx", "layer_index", "block_idx", "training", "_is_hf_initialized"})
 
 
@@ -47,14 +50,27 @@ class Chosen:
 
 
 def structure_keys(layers: Sequence[Layer], config: Any) -> list[Hashable]:
-    """Return, layer by layer, what its modules, parameters and the per-layer lists of the config say of it."""
+    """Return, layer by layer, what its modules, parameters and the per-layer lists of the config say of it.
+
+    A layer that shares tensors with another is like no other: what both hold counts once.
+    """
     lists = [tuple(v) for v in vars(config).values() if isinstance(v, (list, tuple)) and len(v) == len(layers)]
-    return [(_module_key(layer.module), tuple(str(v[layer.index]) for v in lists)) for layer in layers]
+    held = [{id(t) for t in (*layer.module.parameters(), *layer.module.buffers())} for layer in layers]
+    owners = Counter(tensor for tensors in held for tensor in tensors)
+    return [
+        (
+            _module_key(layer.module),
+            tuple(str(v[layer.index]) for v in lists),
+            layer.index if any(owners[tensor] > 1 for tensor in tensors) else None,
+        )
+        for layer, tensors in zip(layers, held, strict=True)
+    ]
 
 
 def policy_keys(policy: Policy, num_layers: int) -> list[Hashable] | None:
-    """Return, layer by layer, what the policy does with it; None for a policy that cannot be asked without ops."""
-    if not isinstance(policy, (Plan, LayerPolicy, KeepPolicy, OffloadPolicy)):
+    """Return, layer by layer, what the policy does with it; None for a policy that cannot be asked without ops: a
+    user's, classes derived from ours included, may decide by layer in `decide`."""
+    if type(policy) not in (Plan, LayerPolicy, KeepPolicy, OffloadPolicy):
         return None
     rules = [policy.rule(i, num_layers) for i in range(num_layers)]
     sizes: dict[int, list[int]] = {}
@@ -138,11 +154,35 @@ def _longest_run(keys: Sequence[int], at: int, gathers_ahead: bool) -> tuple[int
 def _module_key(layer: torch.nn.Module) -> Hashable:
     parts = []
     for name, module in layer.named_modules():
-        own = tuple((k, v) for k, v in vars(module).items() if isinstance(v, _PLAIN) and k not in _NOT_A_DIFFERENCE)
+        own = tuple((k, _described(v)) for k, v in vars(module).items() if k not in _NOT_A_DIFFERENCE)
         tensors = tuple(
             (k, tuple(t.shape), t.stride(), t.dtype, t.requires_grad)
             for k, t in (*module._parameters.items(), *module._buffers.items())
             if t is not None
         )
-        parts.append((name, type(module), own, tensors))
+        hooks = tuple(_code_of(hook) for kind in _HOOKS for hook in vars(module)[kind].values())
+        parts.append((name, type(module), own, tensors, hooks))
     return tuple(parts)
+
+
+def _described(value: Any) -> Hashable:
+    """What an attribute says that can make a difference: plain values, alone or in a row, and functions put on an
+    instance."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (tuple, list)) and all(isinstance(part, _PLAIN) for part in value):
+        return tuple(value)
+    return _code_of(value) if callable(value) and not isinstance(value, (type, torch.nn.Module)) else None
+
+
+def _code_of(function: Any) -> Hashable:
+    """What a function runs, with the plain values that it carries: equal for those that one line made for each layer,
+    unless it gave them numbers."""
+    carried: list[Any] = []
+    while isinstance(function, functools.partial):
+        carried += [*function.args, *function.keywords.values()]
+        function = function.func
+    function = getattr(function, "__func__", function)
+    carried += getattr(function, "__defaults__", None) or ()
+    carried += (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
+    return getattr(function, "__code__", type(function)), tuple(v for v in carried if isinstance(v, _PLAIN))
