@@ -26,6 +26,14 @@ GIB = 2**30
 OBJECTIVES = ("seconds", "flops")
 
 
+class BudgetTooSmall(ValueError):
+    """No plan fits the budget. smallest_bytes: the least budget that one fits."""
+
+    def __init__(self, message: str, smallest_bytes: int = 0):
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
 @dataclass(frozen=True)
 class Auto:
     """Least cost whose predicted peak fits a budget.
@@ -83,7 +91,7 @@ class Auto:
         """Plan for a model (a module, on meta too, or a config) and a workload.
 
         Raises:
-            ValueError: nothing fits; the message names the smallest budget that does, and what would lower it.
+            BudgetTooSmall: nothing fits; the message names the smallest budget that does, and what would lower it.
         """
         frontier = self.frontier(model, work, progress)
         return self.plan_from(frontier, work)
@@ -101,7 +109,7 @@ class Auto:
         budget = self.budget_bytes()
         best = frontier.best_within(budget)
         if best is None:
-            raise ValueError(infeasible(self, frontier, work))
+            raise infeasible(self, frontier, work)
         best.plan.source = self.describe(frontier, best, work)
         return best.plan
 
@@ -172,7 +180,9 @@ def told(source: Mapping[str, Any]) -> str:
         return ""
     budget, peak = (f"{source[name] / GIB:.4g} GiB" for name in ("budget_bytes", "predicted_peak_bytes"))
     following = source["next_budget_bytes"]
-    change = "no larger budget changes it" if following is None else f"the next plan needs {following / GIB:.4g} GiB"
+    change = "no larger budget changes it"
+    if following is not None:
+        change = f"the next plan needs {rounded_up(following / GIB)} GiB"
     return f"plan within {budget}: peak {peak}; {source['binds']} binds; {change}"
 
 
@@ -192,7 +202,7 @@ def binds(frontier: Frontier, best: Candidate, budget_bytes: int) -> str:
     return "memory"
 
 
-def infeasible(auto: Auto, frontier: Frontier, work: Workload) -> str:
+def infeasible(auto: Auto, frontier: Frontier, work: Workload) -> BudgetTooSmall:
     """Say which budget would do, and what would lower it."""
     smallest = frontier.smallest()
     loss, tiles = smallest.space.setting.loss or work.loss, smallest.space.setting.tile_mlp or work.tile_mlp
@@ -203,8 +213,15 @@ def infeasible(auto: Auto, frontier: Frontier, work: Workload) -> str:
         advice.append("tile the MLP (tile_mlp=8)")
     if not auto.rooms():
         advice.append("allow offload (strategy.host_budget_gib=64)")
-    peak = smallest.peak_bytes / GIB
-    return (
-        f"budget of {auto.budget_bytes() / GIB:.3g} GiB is below the smallest plan, {peak:.4g} GiB "
-        f"({smallest.label}, loss {loss}, MLP in {tiles} tiles). To fit: {'; '.join(advice)}."
+    needed = frontier.needed(smallest)
+    return BudgetTooSmall(
+        f"budget of {auto.budget_bytes() / GIB:.4g} GiB is below the smallest plan, {rounded_up(needed / GIB)} GiB "
+        f"({smallest.label}, loss {loss}, MLP in {tiles} tiles). To fit: {'; '.join(advice)}.",
+        needed,
     )
+
+
+def rounded_up(gib: float, digits: int = 4) -> str:
+    """Write a number of GiB so that, read as a budget, it is no less."""
+    unit = 10.0 ** (math.floor(math.log10(gib)) - digits + 1)
+    return f"{math.ceil(gib / unit) * unit:.{digits}g}"

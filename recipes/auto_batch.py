@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from ckpt import strategies
-from ckpt.auto import Auto
+from ckpt.auto import Auto, BudgetTooSmall
 from ckpt.simulate import Simulator
 from recipes.config import Config
 from recipes.planning import model_without_weights
@@ -42,7 +42,7 @@ class Tried:
 def choose_batch(cfg: Config, config: PreTrainedConfig, say: Callable[[str], None]) -> Config:
     """Return the config with batch_size and grad_accum as numbers.
 
-    Raises ValueError if not even one row fits the budget, and for a strategy without one.
+    Raises BudgetTooSmall if not even one row fits the budget; ValueError for a strategy without one.
     """
     if cfg.batch_size != "auto":
         return cfg
@@ -54,7 +54,7 @@ def choose_batch(cfg: Config, config: PreTrainedConfig, say: Callable[[str], Non
         fixed = dataclasses.replace(cfg, batch_size=rows, grad_accum=cfg.grad_accum // rows)
         try:
             tried.append(predicted(fixed, config, strategy, say))
-        except ValueError:
+        except BudgetTooSmall:
             if not tried:
                 raise
             break  # what does not fit with this many rows does not fit with more

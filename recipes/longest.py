@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckpt import strategies
+from ckpt.auto import BudgetTooSmall
 from ckpt.hardware import GIB, Device, at_hand
 from ckpt.longest import Longest, longest
 from ckpt.predict import predict
@@ -81,7 +82,7 @@ class Search:
             model, work = model_without_weights(cfg, load_config(cfg.model, seq_len)), workload_of(cfg)
             try:
                 strategy = planned(cfg, model, work)
-            except ValueError:  # no plan fits: what the leanest one takes is not known, but that it is too much is
+            except BudgetTooSmall:  # no plan fits: what the leanest one takes is not known, but that it is too much is
                 return {"peak_bytes": self.budget_bytes + 1, "host_bytes": 0}
             found = predict(model, strategy, work, self.device)
         finally:

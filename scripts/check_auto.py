@@ -86,7 +86,7 @@ def check(arch: str, tokens: int, layers: int, hidden: int, num_budgets: int) ->
     work = Workload(batch_size=1, seq_len=tokens, dtype="fp32", optimizer=None, loss="full")
     start = time.process_time()
     frontier = Frontier(Simulator(config, work), Auto(budget_gib=1, objective="flops").price())
-    smallest, largest = frontier.peak_of(frontier.smallest()), frontier.none.peak_bytes
+    smallest, largest = frontier.needed(frontier.smallest()), frontier.none.peak_bytes
     spent = time.process_time() - start
     model = build(config)
     torch.manual_seed(1)

@@ -64,13 +64,12 @@ def test_the_inner_frontier_equals_exhaustive_search_on_a_small_layer():
 
 def test_plans_equal_exhaustive_search_over_all_options_of_three_layers():
     space = Space(Simulator(llama_config(3), WORK, reduce=False), Setting(), FlopsPrice())
-    space.prepare()
+    choices = [c[:: max(1, len(c) // 5)] for c in space.choices]
     space.options = [options[:: max(1, len(options) // 5)] for options in space.options]
-    choices = [c[:: max(1, len(c) // 5)] for c in space._choices]
     every = list(itertools.product(*(range(len(c)) for c in choices)))
 
     def peak(plan):
-        space._choices = choices
+        space.choices = choices
         return space.estimate(plan)
 
     peaks = {plan: peak(plan) for plan in every}
@@ -78,7 +77,7 @@ def test_plans_equal_exhaustive_search_over_all_options_of_three_layers():
     low, high = min(peaks.values()), max(peaks.values())
     for k in range(6):
         budget = low + (high - low) * k // 5
-        found = solve(choices, space._peaks.loss, budget)
+        found = solve(choices, space.peaks.loss, budget)
         assert peaks[tuple(found)] <= budget
         assert costs[tuple(found)] == pytest.approx(min(costs[p] for p in every if peaks[p] <= budget), rel=1e-12)
 

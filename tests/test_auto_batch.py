@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckpt.auto import BudgetTooSmall
 from recipes import auto_batch
 from recipes.auto_batch import Tried, choose_batch
 from recipes.cli import compose
@@ -28,7 +29,7 @@ def choose(monkeypatch, speeds: dict[int, tuple[float, float]]):
 
     def predicted(cfg, config, strategy, say):
         if cfg.batch_size not in speeds:
-            raise ValueError("does not fit")
+            raise BudgetTooSmall("does not fit")
         return Tried(cfg.batch_size, cfg.grad_accum, *speeds[cfg.batch_size])
 
     monkeypatch.setattr(auto_batch, "predicted", predicted)
@@ -51,6 +52,17 @@ def test_less_recompute_may_beat_a_larger_batch(monkeypatch):
 def test_a_budget_too_small_for_one_row_is_the_users_mistake(monkeypatch):
     with pytest.raises(ValueError, match="does not fit"):
         choose(monkeypatch, {})
+
+
+def test_any_other_mistake_is_no_answer_to_what_fits(monkeypatch):
+    def predicted(cfg, config, strategy, say):
+        if cfg.batch_size == 2:
+            raise ValueError("strategy.hardware='h101' is unknown")
+        return Tried(cfg.batch_size, cfg.grad_accum, 100.0, 0.0)
+
+    monkeypatch.setattr(auto_batch, "predicted", predicted)
+    with pytest.raises(ValueError, match="h101"):
+        choose_batch(config(), None, print)
 
 
 def test_a_strategy_without_a_budget_is_refused():

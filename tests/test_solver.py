@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import re
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckpt
-from ckpt.auto import Auto
+from ckpt.auto import Auto, BudgetTooSmall
 from ckpt.flops import FlopCounter
 from ckpt.ledger import measure
 from ckpt.plan import LayerPlan, Plan
 from ckpt.simulate import Simulator
+from ckpt.solver.floors import floor_of_layers, floor_of_segments
 from ckpt.solver.frontier import Frontier
 from ckpt.solver.outer import Choice, cost_of, peak_of, solve
+from ckpt.solver.price import FlopsPrice
+from ckpt.solver.space import Setting, Space
 from ckpt.workload import Workload
 
 NUM_TOKENS = 256
@@ -119,10 +124,54 @@ def test_no_baseline_costs_less_at_its_own_peak(frontier, model, baseline):
     assert run(model, frontier.best_within(peak).plan)[1] <= flops
 
 
+def test_a_hopeless_budget_is_known_before_any_option_is_measured():
+    said: list[str] = []
+    frontier = Auto(budget_gib=1, objective="flops", bitwise=True).frontier(llama_config(4), WORK, said.append)
+    assert frontier.best_within(10_000) is None
+    assert any("replaying every layer" in line for line in said)
+    assert not any("measuring" in line or "trying segments" in line for line in said)
+
+
+def test_the_budget_that_a_refusal_names_is_the_least_that_does():
+    auto = Auto(budget_gib=1e-4, objective="flops", bitwise=True)
+    frontier = auto.frontier(llama_config(2), WORK)
+    with pytest.raises(BudgetTooSmall, match=r"loss=chunked.*strategy\.host_budget_gib") as refused:
+        auto.plan_from(frontier, WORK)
+    smallest = refused.value.smallest_bytes
+    named = float(re.search(r"smallest plan, (\S+) GiB", str(refused.value))[1])
+    assert smallest <= named * 2**30 <= smallest * 1.001
+    assert frontier.best_within(smallest) is not None
+    assert frontier.best_within(smallest - 1) is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"loss": "chunked", "tile_mlp": 4}])
+def test_floors_lie_below_what_was_run(settings):
+    space = Space(Simulator(llama_config(4), WORK.replace(seq_len=1024)), Setting(**settings), FlopsPrice())
+    ran = space.run(Plan([LayerPlan(True, i // 2, "replay") for i in range(4)]))
+    assert floor_of_segments(space, 2) <= ran.peak_bytes <= 1.25 * floor_of_segments(space, 2)
+    for plan in ("full", "none"):
+        assert floor_of_layers(space) <= space.run(plan).peak_bytes
+
+
 @pytest.mark.slow
-def test_a_budget_below_the_smallest_plan_names_it_and_the_way_out():
-    with pytest.raises(ValueError, match=r"below the smallest plan, 0\.00\d+ GiB.*loss=chunked"):
-        Auto(budget_gib=1e-4, objective="flops", bitwise=True).plan(llama_config(2), WORK)
+@pytest.mark.parametrize("bitwise", [True, False])
+def test_the_smallest_plan_is_that_of_all_plans_run(bitwise):
+    frontier = Auto(budget_gib=1, objective="flops", bitwise=bitwise).frontier(llama_config(4), WORK)
+    every = [*frontier.candidates, *(frontier.groups(space, 2)[-1] for space in frontier.spaces)]
+    assert frontier.needed(frontier.smallest()) == min(map(frontier.needed, every))
+
+
+def test_plans_in_segments_are_taken_before_dearer_ones_layer_by_layer():
+    frontier = Auto(budget_gib=1, objective="flops", bitwise=True).frontier(llama_config(4), WORK.replace(seq_len=2048))
+    costs = []
+    smallest, largest = frontier.smallest().peak_bytes, frontier.full.peak_bytes
+    # As if all plans layer by layer were those of another setting, which costs more.
+    dearer = [dataclasses.replace(c, cost=c.cost * 3 + 1) for c in frontier.candidates]
+    frontier.__dict__["candidates"] = dearer
+    for k in range(4):
+        costs.append(frontier.best_within(smallest + (largest - smallest) * k // 3).cost)
+    assert costs == sorted(costs, reverse=True)
+    assert frontier.best_within(largest).label.startswith("segments")
 
 
 @pytest.mark.parametrize(
@@ -149,8 +198,8 @@ def test_plans_with_segments_in_front_lie_between_replayed_layers_and_segments_a
     work = WORK.replace(seq_len=4096)  # so that inputs weigh more than gradients
     frontier = Auto(budget_gib=1, objective="flops", bitwise=True).frontier(llama_config(16), work)
     space = frontier.space
-    ran = space.run(Plan([LayerPlan(True, i // 2, "replay") for i in range(16)]))
-    *some, whole = frontier._segmented(space, 2, ran)
+    *some, whole = frontier.groups(space, 2)
+    ran = whole.simulated
     assert len(some) == 7 and ran.peak_bytes < space.full.peak_bytes
     assert [c.cost for c in some] == sorted(c.cost for c in some) and some[-1].cost < whole.cost
     half = some[3]

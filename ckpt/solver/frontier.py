@@ -12,13 +12,15 @@ Settings that hold for all layers (tiles of the MLP, chunks of the loss) each ma
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ckpt.plan import LayerPlan, Plan
 from ckpt.simulate import Simulated, Simulator
 from ckpt.solver.away import Room, input_bytes
+from ckpt.solver.floors import floor_of_layers, floor_of_segments
 from ckpt.solver.inner import Option
 from ckpt.solver.price import FlopsPrice, Price
 from ckpt.solver.space import Setting, Space
@@ -43,6 +45,7 @@ class Candidate:
     options: tuple[Option, ...] = ()  # by layer
     away_bytes: int = 0
     stall: float = 0.0
+    segment_size: int = 0
     peak_bytes: int | None = None
     simulated: Simulated | None = None
 
@@ -72,8 +75,8 @@ class Frontier:
         self._say = progress or (lambda text: None)
         self._rooms = [room for room in rooms if room.budget_bytes > 0]
         self._settings = settings
+        self._groups: dict[tuple[Space, int], list[Candidate]] = {}
         self.space = Space(simulator, Setting(), self.price, self._rooms[0] if self._rooms else None, self._say)
-        self._none_cost = self.price.of_step(self.space.none.steady.rows)
 
     @property
     def none(self) -> Simulated:
@@ -94,18 +97,13 @@ class Frontier:
 
     @cached_property
     def spaces(self) -> list[Space]:
-        """All spaces, prepared."""
+        """All spaces, the options of their layers not yet measured."""
         spaces = [self.space]
-        self.space.prepare()
         for room in self._rooms[1:]:
             spaces.append(Space(self._simulator, Setting(), self.price, room, self._say))
             spaces[-1].full = self.full
         lean = self._lean() if self._settings else None
-        if lean is not None:
-            spaces.append(lean)
-        for space in spaces[1:]:
-            space.prepare()
-        return spaces
+        return spaces if lean is None else [*spaces, lean]
 
     def _lean(self) -> Space | None:
         """Return the space in which loss and MLP need least; None if that is the given one."""
@@ -130,10 +128,7 @@ class Frontier:
         """All plans by rising cost; of those that cost the same, the simpler first, then what needs less."""
         found = [self.keeps_all]
         for space in self.spaces:
-            more, flops = 0.0, 0
-            if space.setting != self.space.setting:
-                (cost, ran), (own_cost, own_ran) = space.without_replays(), self.space.without_replays()
-                more, flops = max(0.0, cost - own_cost), max(0, ran - own_ran)
+            more, flops = self._more(space)
             seen = set()
             for numbers in space.solutions():
                 if tuple(numbers) not in seen:
@@ -141,6 +136,13 @@ class Frontier:
                     found.append(self._candidate(space, numbers, more, flops))
         # Sums of the same terms in another order differ in their last digits.
         return sorted(found, key=lambda c: (float(f"{c.cost:.12g}"), c.num_changes, c.estimate))
+
+    def _more(self, space: Space) -> tuple[float, int]:
+        """Return cost and FLOPs that a space's loss and tiles take beyond those that are given."""
+        if space.setting == self.space.setting:
+            return 0.0, 0
+        (cost, flops), (own_cost, own_flops) = space.without_replays(), self.space.without_replays()
+        return max(0.0, cost - own_cost), max(0, flops - own_flops)
 
     def _candidate(self, space: Space, numbers: Sequence[int], more_cost: float, more_flops: int) -> Candidate:
         options = tuple(choices[k] for choices, k in zip(space.options, numbers, strict=True))
@@ -156,50 +158,75 @@ class Frontier:
             stall=sum(o.stall for o in options),
         )
 
-    @cached_property
-    def segmented(self) -> list[Candidate]:
-        """Plans in which the layers in front share one input in groups: they cost more than any other, and hold least.
-
-        All layers in groups are run; fewer of them lie, in bytes and cost, between that and replaying layer by layer.
-        """
-        found = []
-        least = min(c.estimate for c in self.candidates)
-        for space in self.spaces:
-            for size in (s for s in SEGMENT_SIZES if s < space.num_layers):
-                self._say(f"trying segments of {size} layers{space.setting}")
-                ran = space.run(_segments(space, size, space.num_layers))
-                if ran.peak_bytes < least:
-                    found += self._segmented(space, size, ran)
-        return sorted(found, key=lambda c: (c.cost, c.estimate))
-
-    def _segmented(self, space: Space, size: int, ran: Simulated) -> Iterator[Candidate]:
-        """Yield plans with segments of `size` in ever more layers; `ran` has them in all."""
-        ends = [(s.peak_bytes, self.price.of_step(s.steady.rows), s.steady.flops()) for s in (space.full, ran)]
-        step = -(-space.num_layers // (size * NUM_SEGMENTED)) * size
-        for front in sorted({*range(step, space.num_layers, step), space.num_layers}):
-            share = front / space.num_layers
-            estimate, cost, flops = (a + share * (b - a) for a, b in zip(*ends, strict=True))
-            is_run = front == space.num_layers
-            yield Candidate(
-                space=space,
-                cost=cost - self._none_cost,
-                flops=round(flops) - self.none.steady.flops(),
-                estimate=round(estimate),
-                plan=_segments(space, size, front),
-                label=f"segments of {size} layers" + ("" if is_run else f" in the first {front}"),
-                peak_bytes=ran.peak_bytes if is_run else None,
-                simulated=ran if is_run else None,
-            )
-
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """Return the cheapest plan whose peak on fake tensors is within the budget; None if there is none."""
         if self.keeps_all.estimate <= budget_bytes:
             return self.keeps_all
-        for candidate in self.candidates:
-            if candidate.estimate <= budget_bytes and self.fits(candidate, budget_bytes):
-                return candidate
-        held = (c for c in self.segmented if c.estimate <= budget_bytes and self.fits(c, budget_bytes))
-        return next(held, None)
+        by_layer = None
+        if budget_bytes >= self._layers_floor:
+            fitting = (c for c in self.candidates if c.estimate <= budget_bytes and self.fits(c, budget_bytes))
+            by_layer = next(fitting, None)
+        cost = math.inf if by_layer is None else by_layer.cost
+        in_segments = (c for c in self.segmented(budget_bytes, cost) if self.fits(c, budget_bytes))
+        return next(in_segments, by_layer)
+
+    @cached_property
+    def _layers_floor(self) -> int:
+        return min(floor_of_layers(space) for space in self.spaces)
+
+    @cached_property
+    def _segment_floors(self) -> list[tuple[int, Space, int]]:
+        """Spaces and sizes of segments, by what they need at least."""
+        sizes = [(space, size) for space in self.spaces for size in SEGMENT_SIZES if size < space.num_layers]
+        return sorted(((floor_of_segments(*pair), *pair) for pair in sizes), key=lambda row: row[0])
+
+    def segmented(self, budget_bytes: int, below_cost: float) -> list[Candidate]:
+        """Return plans below a cost, by rising cost, in which the layers in front share one input in groups.
+
+        They cost more than replaying every layer of their space, and hold less: groups are run only where that costs
+        less than what was found, and where their floor is within the budget.
+        """
+        found: list[Candidate] = []
+        for floor, space, size in self._segment_floors:
+            if floor <= budget_bytes and self._cost_of_replaying(space) < below_cost * (1 - 1e-9):
+                group = self.groups(space, size)
+                if group[-1].estimate <= budget_bytes:  # else all of them need more: nothing lies below that
+                    found += [c for c in group if c.estimate <= budget_bytes and c.cost < below_cost]
+        return sorted(found, key=lambda c: (c.cost, c.estimate))
+
+    def groups(self, space: Space, size: int) -> list[Candidate]:
+        """Return plans with segments of `size` in ever more layers.
+
+        All layers in groups are run; fewer of them lie, in bytes and cost, between that and replaying layer by layer.
+        """
+        if (space, size) not in self._groups:
+            self._say(f"trying segments of {size} layers{space.setting}")
+            ran = space.run(_segments(space, size, space.num_layers))
+            self._groups[space, size] = list(self._from_few_to_all(space, size, ran))
+        return self._groups[space, size]
+
+    def _from_few_to_all(self, space: Space, size: int, ran: Simulated) -> Iterator[Candidate]:
+        ends = [(s.peak_bytes, self.price.of_step(s.steady.rows), s.steady.flops()) for s in (space.full, ran)]
+        step = -(-space.num_layers // (size * NUM_SEGMENTED)) * size
+        for front in sorted({*range(step, space.num_layers, step), space.num_layers}):
+            share = front / space.num_layers
+            (peak, _, flops), (more_peak, more_cost, more_flops) = ends[0], (b - a for a, b in zip(*ends, strict=True))
+            is_run = front == space.num_layers
+            yield Candidate(
+                space=space,
+                cost=self._cost_of_replaying(space) + share * more_cost,
+                flops=round(flops + share * more_flops) - self.none.steady.flops(),
+                estimate=round(peak + share * more_peak),
+                plan=_segments(space, size, front),
+                label=f"segments of {size} layers" + ("" if is_run else f" in the first {front}"),
+                segment_size=size,
+                peak_bytes=ran.peak_bytes if is_run else None,
+                simulated=ran if is_run else None,
+            )
+
+    def _cost_of_replaying(self, space: Space) -> float:
+        """Cost of the plan that replays every layer of a space, as `candidates` counts it."""
+        return self._more(space)[0] + sum(options[0].cost for options in space.options)
 
     def fits(self, candidate: Candidate, budget_bytes: int) -> bool:
         """Whether the plan's run on fake tensors stays within the budgets of device, host and disk."""
@@ -211,19 +238,48 @@ class Frontier:
         return not candidate.away_bytes or candidate.simulated.steady.host_bytes <= room.budget_bytes
 
     def smallest(self) -> Candidate:
-        """Return the plan with the lowest peak."""
+        """Return the plan that the least budget allows, looking only where there can be one."""
+        least = min([self.keeps_all, *map(self._whole, self.spaces)], key=self.needed)
+        for floor, space, size in self._segment_floors:
+            if floor < self.needed(least):
+                least = min(least, self.groups(space, size)[-1], key=self.needed)
+        if self.needed(least) <= self._layers_floor:
+            return least
         allowed = [c for c in self.candidates if not c.away_bytes or c.away_bytes <= c.space.room.budget_bytes]
-        least: Candidate | None = None
         for candidate in sorted(allowed, key=lambda c: c.estimate)[:4]:
-            if least is None or candidate.estimate < least.peak_bytes:
-                least = min(filter(None, (least, candidate)), key=self.peak_of)
-        return min([least, *(c for c in self.segmented if c.simulated is not None)], key=self.peak_of)
+            if candidate.estimate < self.needed(least):
+                least = min(least, candidate, key=self.needed)
+        return least
+
+    def needed(self, candidate: Candidate) -> int:
+        """Return the least budget within which the plan is found: its peak, or its estimate where that is more."""
+        return max(candidate.estimate, self.peak_of(candidate))
+
+    def _whole(self, space: Space) -> Candidate:
+        """The plan that replays every layer."""
+        return Candidate(
+            space=space,
+            cost=self._cost_of_replaying(space),
+            flops=space.full.steady.flops() - self.none.steady.flops(),
+            estimate=space.full.peak_bytes,
+            plan=Plan([LayerPlan() for _ in range(space.num_layers)], name="auto", **space.setting.as_given()),
+            label="every layer replayed",
+            peak_bytes=space.full.peak_bytes,
+            simulated=space.full,
+        )
 
     def next_cheaper(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
         """Return the plan that a larger budget would allow next."""
-        offered = [*self.candidates, *(self.__dict__.get("segmented") or ())]  # tried only where nothing else fits
-        cheaper = [c for c in offered if c.cost < candidate.cost and c.estimate > budget_bytes]
-        return min(cheaper, key=lambda c: c.estimate, default=None)
+
+        def following(offered: Iterable[Candidate]) -> Candidate | None:
+            cheaper = (c for c in offered if c.cost < candidate.cost and c.estimate > budget_bytes)
+            return min(cheaper, key=lambda c: c.estimate, default=None)
+
+        found = following(itertools.chain(self.candidates, *self._groups.values()))
+        for floor, space, size in self._segment_floors:  # smaller segments cost less
+            if size < candidate.segment_size and floor < (math.inf if found is None else found.estimate):
+                found = following(filter(None, (found, *self.groups(space, size))))
+        return found
 
     def peak_of(self, candidate: Candidate) -> int:
         """Return the plan's peak from a run of the real engine on fake tensors, in bytes."""

@@ -71,6 +71,12 @@ class Pricing:
         return found
 
 
+def keep_all(record: Record) -> Option:
+    """The layer left to autograd: all that it saves of the layer's own, and no replay."""
+    storages = {s.storage for s in record.saved if record.producer[s.storage] >= 0}
+    return Option(frozenset(), sum(record.storage_bytes[s] for s in storages), 0.0, 0, replay=False)
+
+
 def ops_run(program: Program) -> list[int]:
     """Return the indices of the ops that the program's replays run."""
     return [i for stage in program.stages for i in stage.runs]

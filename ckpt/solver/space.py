@@ -20,7 +20,7 @@ from ckpt.engine.record import Record
 from ckpt.plan import Decision, LayerPlan, Plan
 from ckpt.simulate import Simulated, Simulator
 from ckpt.solver.away import Room, away_options, input_bytes
-from ckpt.solver.inner import Option, inner_frontier, thin
+from ckpt.solver.inner import Option, inner_frontier, keep_all, thin
 from ckpt.solver.outer import Choice, solve
 from ckpt.solver.peaks import LayerPeaks
 from ckpt.solver.price import Price
@@ -92,29 +92,46 @@ class Space:
         cost = self.price.of_step(rows) - sum(o.cost for o in whole)
         return cost, self.full.steady.flops() - sum(o.flops for o in whole)
 
-    def prepare(self) -> None:
-        """Find the options of every layer and measure them; all else but `none` and `full` needs it."""
-        self.records = [self.full.programs[i].record for i in range(self.num_layers)]
+    @cached_property
+    def records(self) -> list[Record]:
+        """What each layer does, as `full` recorded it."""
+        return [self.full.programs[i].record for i in range(self.num_layers)]
+
+    @cached_property
+    def peaks(self) -> LayerPeaks:
+        """What each layer adds and needs where every layer is replayed."""
+        return LayerPeaks.of(self.full)
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """By layer, the number of its kind: layers of one kind can be treated alike."""
         keys: dict[tuple, int] = {}
-        self.kinds = [keys.setdefault(record_key(record), len(keys)) for record in self.records]
-        self._rounds = min(MEASURED_ROUNDS, max(1, MEASURED_OP_CALLS // sum(len(r.ops) for r in self.records)))
-        self.kept = [self._options_of(self.records[self.kinds.index(kind)], kind) for kind in keys.values()]
-        self.options = [self.kept[kind] for kind in self.kinds]  # by layer
-        self._peaks = LayerPeaks.of(self.full)
-        self._choices = self._measure()
+        return [keys.setdefault(record_key(record), len(keys)) for record in self.records]
+
+    @cached_property
+    def kept(self) -> list[list[Option]]:
+        """By kind of layer, its options, priced but not measured."""
+        rounds = min(MEASURED_ROUNDS, max(1, MEASURED_OP_CALLS // sum(len(r.ops) for r in self.records)))
+        firsts = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
+        return [self._options_of(self.records[i], rounds * self.kinds.count(self.kinds[i])) for i in firsts]
+
+    @cached_property
+    def options(self) -> list[list[Option]]:
+        """By layer, its options; the first replays all of it."""
+        return [self.kept[kind] for kind in self.kinds]
 
     def run(self, strategy) -> Simulated:
         """Make two steps on fake tensors under this setting."""
         return self._simulator.run(strategy, **self.setting.as_given())
 
-    def _options_of(self, record: Record, kind: int) -> list[Option]:
+    def _options_of(self, record: Record, can_be_measured: int) -> list[Option]:
         self._say(f"pricing what a kind of layer can keep ({len(record.ops)} ops)")
         options = [] if record.is_data_dependent else inner_frontier(record, self.price)
         if not options:
             options = [
                 Option(frozenset(), 0, float(sum(self.price(op, record) for op in record.ops)), sum_flops(record))
             ]
-        most = min(MOST_OPTIONS, OPTIONS_OF_ALL_LAYERS // self.num_layers, self._rounds * self.kinds.count(kind))
+        most = min(MOST_OPTIONS, OPTIONS_OF_ALL_LAYERS // self.num_layers, can_be_measured)
         if self.setting != Setting():
             most //= 2  # the second space of two
         most = max(FEWEST_OPTIONS, most)
@@ -127,7 +144,8 @@ class Space:
     # -- peaks
     # ------------------------------------------------------------------------------------------------------------
 
-    def _measure(self) -> list[list[Choice]]:
+    @cached_property
+    def choices(self) -> list[list[Choice]]:
         """Return, by layer and option, the bytes it holds and needs.
 
         In each run the layers in front have options not seen before, the others are replayed whole: equal layers are
@@ -148,7 +166,7 @@ class Space:
                         if wanted[kind]:
                             picked[layer] = wanted[kind].pop(0)
                 self._note(picked, changes)
-        full = self._peaks
+        full = self.peaks
         return [
             [
                 Choice(
@@ -164,7 +182,7 @@ class Space:
 
     def _note(self, picked: list[int], changes: list[list[tuple[int, int, int]]]) -> None:
         options = [self.options[i][k] for i, k in enumerate(picked)]
-        full = self._peaks
+        full = self.peaks
         held = None
         if any(o.away_bytes for o in options):
             # What is on its way out stands in the forward of the layer behind: there held bytes are counted, not seen.
@@ -183,28 +201,28 @@ class Space:
 
     def estimate(self, plan: Sequence[int]) -> int:
         """Estimate the peak of a plan, given by layer as the number of its option."""
-        held, worst, before = 0, self._peaks.elsewhere, 0
+        held, worst, before = 0, self.peaks.elsewhere, 0
         for i, k in enumerate(plan):
-            choice, away = self._choices[i][k], self.options[i][k].away_bytes
+            choice, away = self.choices[i][k], self.options[i][k].away_bytes
             # The choice counts as coming back what the layer itself sent; it is what the layer before it sent.
             backward = choice.backward - away + (before if away else 0)
             worst = max(worst, held + choice.forward, held + backward)
             held += choice.held
             before = away
-        return max(worst, held + self._peaks.loss)
+        return max(worst, held + self.peaks.loss)
 
     # -- plans
     # ------------------------------------------------------------------------------------------------------------
 
     def solutions(self) -> Iterator[list[int]]:
         """Solve the outer program at a row of budgets, and yield uniform plans beside."""
-        self._say("solving for the layers")
         bounds = (self.smallest_budget(None), self.largest_peak)
+        self._say("solving for the layers")
         number = NUM_BUDGETS if self.num_layers < DEEP else NUM_BUDGETS_DEEP
         for budget in np.linspace(*bounds, number).astype(np.int64):
             yield from self._solved(int(budget), None)
         if self.room is not None:
-            dearest = sum(c[0].cost for c in self._choices) / max(1, sum(map(input_bytes, self.records)))
+            dearest = sum(c[0].cost for c in self.choices) / max(1, sum(map(input_bytes, self.records)))
             for share in AWAY_PRICES:
                 bounds = (self.smallest_budget(share * dearest), self.largest_peak)
                 for budget in np.linspace(*bounds, NUM_BUDGETS_AWAY).astype(np.int64):
@@ -220,10 +238,10 @@ class Space:
     def smallest_budget(self, away_price: float | None) -> int:
         """Return the least budget for which the outer program finds a plan, to within 0.05%."""
         choices, _ = self._offered(away_price)
-        low, high = self._peaks.elsewhere, self.largest_peak
+        low, high = self.peaks.elsewhere, self.largest_peak
         while high - low > max(1, high // 2000):
             middle = (low + high) // 2
-            if solve(choices, self._peaks.loss, middle) is None:
+            if solve(choices, self.peaks.loss, middle) is None:
                 low = middle
             else:
                 high = middle
@@ -231,7 +249,7 @@ class Space:
 
     def _solved(self, budget: int, away_price: float | None) -> Iterator[list[int]]:
         choices, numbers = self._offered(away_price)
-        found = solve(choices, self._peaks.loss, budget)
+        found = solve(choices, self.peaks.loss, budget)
         if found is not None:
             plan = [numbers[i][k] for i, k in enumerate(found)]
             yield self.gathered(plan, budget)
@@ -243,7 +261,7 @@ class Space:
             is_last = i == self.num_layers - 1  # its backward comes at once
             offered = [k for k, o in enumerate(options) if not o.away_bytes or (away_price is not None and not is_last)]
             numbers.append(offered)
-            choices.append([self._priced(self._choices[i][k], options[k], away_price or 0.0) for k in offered])
+            choices.append([self._priced(self.choices[i][k], options[k], away_price or 0.0) for k in offered])
         return choices, numbers
 
     def _priced(self, choice: Choice, option: Option, away_price: float) -> Choice:
@@ -260,7 +278,7 @@ class Space:
             for kind in range(len(self.kept)):
                 layers = [i for i, k in enumerate(self.kinds) if k == kind]
                 free = [i for i in layers if not (i == self.num_layers - 1 and self.room is not None)]
-                known = self._choices[layers[0]]
+                known = self.choices[layers[0]]
                 ordered = sorted((plan[i] for i in free), key=lambda k: (*order(known[k]), k))
                 for i, k in zip(free, ordered, strict=True):
                     gathered[i] = k
@@ -297,12 +315,6 @@ def record_key(record: Record) -> tuple:
     """Layers with equal keys can be treated alike."""
     ops = tuple((op.key, op.func, op.reads, op.makes, op.writes, op.flops, op.num_bytes) for op in record.ops)
     return ops, tuple(record.saved), tuple(record.producer), tuple(record.storage_bytes)
-
-
-def keep_all(record: Record) -> Option:
-    """The layer left to autograd: all that it saves of the layer's own, and no replay."""
-    storages = {s.storage for s in record.saved if record.producer[s.storage] >= 0}
-    return Option(frozenset(), sum(record.storage_bytes[s] for s in storages), 0.0, 0, replay=False)
 
 
 def sum_flops(record: Record) -> int:
