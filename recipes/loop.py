@@ -55,7 +55,9 @@ def train(cfg: Config, state: TrainState, data: Data, run: RunDir, meter: Meter,
             meter.start(measured or step == probe.profiled)
             batches = [next(data.train) for _ in range(cfg.grad_accum)]
             with probe.measure(batches) if measured else contextlib.nullcontext(), probe.profile(step):
-                loss, grad_norm = optimizer_step(state, batches, cfg.optim.clip, scales, step, ranks)
+                loss, grad_norm = optimizer_step(
+                    state, batches, cfg.optim.clip, scales, step, ranks, is_first=step == start + 1
+                )
             metrics = {"step": step, "loss": loss, "grad_norm": grad_norm, **meter.stop(batches, ranks.sum_over_rows)}
             stopping = ranks.any(signalled)
             if measured:
@@ -87,11 +89,13 @@ def train(cfg: Config, state: TrainState, data: Data, run: RunDir, meter: Meter,
 
 
 def optimizer_step(
-    state: TrainState, batches: list[Batch], clip: float, scales: bool, step: int, ranks: Ranks = ONE
-) -> tuple[float, float]:
+    state: TrainState, batches: list[Batch], clip: float, scales: bool, step: int, ranks: Ranks = ONE,
+    is_first: bool = False,
+) -> tuple[float, float]:  # fmt: skip
     """Make one optimizer step of micro-batches and return (loss per labelled token, gradient norm before clipping).
 
-    Raises RunStopped with status `nan` before anything is updated.
+    Before anything is updated raises RunStopped with status `nan` and, in the first step, ValueError if ranks of
+    `tensor` do not get equal gradients of what they hold alike.
     """
     model, parameters = state.model, [parameter for _, parameter in state.precision.named_parameters()]
     model.train()
@@ -102,6 +106,10 @@ def optimizer_step(
         if part is not None:
             part.backward()
             loss += part.detach()
+    if is_first and ranks.layout is not None:
+        from ckpt.parallel import check_gradients
+
+        check_gradients(state.precision.named_parameters(), ranks.layout)
     norm = total_norm(parameters, ranks.layout).item()
     loss = ranks.sum_over_tokens(loss.item())[0]
     if not math.isfinite(loss) or not math.isfinite(norm):

@@ -13,7 +13,10 @@ Order of composition, each step an error where it would be wrong silently:
 
 from ckpt.parallel.mesh import Degrees, Layout, Place, make_layout
 from ckpt.parallel.shard import cast, shard
-from ckpt.parallel.tensor import split_tensors
+from ckpt.parallel.tensor import check_gradients, split_tensors
 from ckpt.parallel.ulysses import attend_in_sequence_shards
 
-__all__ = ["Degrees", "Layout", "Place", "attend_in_sequence_shards", "cast", "make_layout", "shard", "split_tensors"]
+__all__ = [
+    "Degrees", "Layout", "Place", "attend_in_sequence_shards", "cast", "check_gradients", "make_layout", "shard",
+    "split_tensors",
+]  # fmt: skip
