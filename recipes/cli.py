@@ -96,7 +96,8 @@ def report(error: BaseException, argv: Sequence[str]) -> int:
     """Print an error in one line, with its traceback only if asked for, and return the exit code."""
     if os.environ.get("CKPT_TRACEBACK") == "1" or any(re.fullmatch(r"\+*debug=(true|True|1)", word) for word in argv):
         traceback.print_exception(error)
-    if not isinstance(error, OtherRankFailed) or os.environ.get("RANK") == "0":
+    # All ranks stop together, and one says it.
+    if not isinstance(error, (OtherRankFailed, RunStopped)) or os.environ.get("RANK", "0") == "0":
         print(f"error: {describe(error)}", file=sys.stderr)
     return exit_code(error)
 

@@ -262,7 +262,11 @@ def check(cfg: Config) -> None:
                 f"parallel.{name}=0 is no degree: give 1 or more, or -1 for the ranks that the others leave."
             )
     if list(degrees.values()).count(-1) > 1:
-        raise ValueError("parallel: only one degree can be -1, the ranks that the others leave.")
+        asked = next(name for name, degree in degrees.items() if degree == -1 and name != "shard")
+        raise ValueError(
+            f"parallel: only one degree can be -1, the ranks that the others leave. Beside parallel.{asked}=-1 set "
+            "parallel.shard=1, which is -1 unless given."
+        )
 
 
 def parallel_degrees(cfg: Config) -> dict[str, int]:

@@ -14,10 +14,12 @@ and point to it instead of showing a broken connection each.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import gc
 import os
+import signal
 import sys
 import time
 import traceback
@@ -34,6 +36,7 @@ T = TypeVar("T")
 FAILED = "ckpt/first_failure"
 PATIENCE_SECONDS = 10.0
 """How long a rank with a broken connection waits for another rank's own account of what happened."""
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class OtherRankFailed(RuntimeError):
@@ -136,6 +139,7 @@ class Ranks:
         """
         if self.layout is None or error is self._explained or isinstance(error, (RunStopped, OtherRankFailed)):
             return error
+        _ignore_terminations()
         first = self._first_failure(error)
         self._explained = error if first is None else OtherRankFailed(first)
         return self._explained
@@ -145,11 +149,14 @@ class Ranks:
         import torch.distributed as dist
 
         own = f"rank {self.rank}: {one_line(error)}"
+        broken = _is_broken_connection(error)
         try:
             store = dist.distributed_c10d._get_default_store()
-            deadline = time.monotonic() + (PATIENCE_SECONDS if _is_broken_connection(error) else 0)
+            deadline = time.monotonic() + (PATIENCE_SECONDS if broken else 0)
             while time.monotonic() < deadline and not store.check([FAILED]):
                 time.sleep(0.05)
+            if broken and not store.check([FAILED]):  # killed, or stalled: then no rank is to blame for what it says
+                return f"another rank was ended or stalled, and could not say why ({one_line(error)})"
             first = store.compare_set(FAILED, "", own).decode()
         except Exception:  # the store went down with its rank: then nobody can tell
             return "another rank ended; see above"
@@ -176,6 +183,7 @@ def start_ranks(cfg: Config) -> Iterator[Ranks]:
     if num_ranks == 1:
         yield ONE
         return
+    end_with_launcher()
     import torch
     import torch.distributed as dist
 
@@ -212,6 +220,19 @@ def agreed(cfg: Config, ranks: Ranks, default_name: Callable[[Config], str]) -> 
     if cfg.name is not None or ranks.layout is None:
         return cfg
     return dataclasses.replace(cfg, name=ranks.from_main(lambda: default_name(cfg)))
+
+
+def end_with_launcher() -> None:
+    """Have the kernel send this rank SIGTERM when torchrun is gone: killed outright, it would leave its ranks behind,
+    each in a session of its own, training on (Linux, torch 2.11 to 2.13)."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _ignore_terminations() -> None:
+    """Let a rank that is about to end say why: the launcher sends SIGTERM to all ranks as soon as one has ended."""
+    with contextlib.suppress(ValueError):  # outside the main thread there are no handlers
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _is_broken_connection(error: BaseException) -> bool:

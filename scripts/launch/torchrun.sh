@@ -6,6 +6,7 @@
 #
 # If a rank fails, torchrun ends the others within half a minute; the failing rank's traceback stands first. Ctrl-C and
 # SIGTERM reach every rank: the step is finished, its train state saved, and the run can go on with resume=runs/NAME.
+# That may take SHUTDOWN_SECONDS (600); then ranks are killed, as they are when this script is.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
@@ -17,4 +18,5 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m recipes.launch --standalone --nproc-per-node "$NPROC" "$root/train.py" "$@"
+exec "$python" -m recipes.launch --standalone --nproc-per-node "$NPROC" \
+    --shutdown-timeout "${SHUTDOWN_SECONDS:-600}" "$root/train.py" "$@"
