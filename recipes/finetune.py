@@ -58,7 +58,8 @@ def main(cfg: Config, run: RunDir) -> None:
     start = resume(cfg, state, run)
 
     if start == 0 and cfg.eval.batches:
-        loss_before = evaluate(model, data.eval(cfg.eval.batches), loss_takes_num_items(model), run.ranks)
+        scales = loss_takes_num_items(model, run.ranks)
+        loss_before = evaluate(model, data.eval(cfg.eval.batches), scales, run.ranks)
         run.update(eval_loss_before=loss_before)
         if loss_before is not None:
             run.console.say(f"held-out loss before training: {loss_before:.3f}")

@@ -46,7 +46,7 @@ def train(cfg: Config, state: TrainState, data: Data, run: RunDir, meter: Meter,
     `interrupted` after a signal, once the step is finished and its train state saved.
     """
     state.progress.setdefault("tokens", 0)
-    ranks, scales = run.ranks, loss_takes_num_items(state.model)
+    ranks, scales = run.ranks, loss_takes_num_items(state.model, run.ranks)
     _check_loss(state.model, scales, ranks)
     with until_signal() as signalled, run.console.progress(cfg.steps, start) as tick:
         for step in range(start + 1, cfg.steps + 1):
@@ -174,20 +174,21 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], scales: bool, ranks: Ra
 
 
 @torch.no_grad()
-def loss_takes_num_items(model: nn.Module) -> bool:
+def loss_takes_num_items(model: nn.Module, ranks: Ranks = ONE) -> bool:
     """Tell whether the model divides its loss by `num_items_in_batch`, by trying: some accept it and ignore it."""
     accepts = inspect.signature(unwrapped(model).forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD or p.name == "num_items_in_batch" for p in accepts.values()):
         return False
     generators, training = rng_state(), model.training
     model.eval()
-    ids = torch.zeros(1, 4, dtype=torch.long, device=device_of(model))
+    ids = torch.zeros(1, 4 * ranks.num_sequence, dtype=torch.long, device=device_of(model))
+    inputs = {"input_ids": ids, "labels": ids}
+    if ranks.layout is not None:
+        inputs = shard_sequence(inputs, ranks)
     # Compiled layers run as they are here: a first compilation of four tokens would make the second one dynamic.
     with torch.compiler.set_stance("force_eager"):
         by_one, by_two = (
-            model(
-                input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=torch.tensor(count, device=ids.device)
-            ).loss.item()
+            model(**inputs, use_cache=False, num_items_in_batch=torch.tensor(count, device=ids.device)).loss.item()
             for count in (1, 2)
         )
     model.train(training)

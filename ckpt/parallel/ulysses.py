@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ckpt.attention import NAME, NAME_EAGER
+from ckpt.attention import NAME, NAME_EAGER, bounds
 from ckpt.attention.families import refusal
 from ckpt.layers import unwrapped
 from ckpt.parallel.exchange import exchange
@@ -170,7 +170,10 @@ def shard_sequence(inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
     inputs = dict(inputs)
     part = slice(own * (tokens // num_ranks), (own + 1) * (tokens // num_ranks))
     if inputs.get("position_ids") is None:
-        inputs["position_ids"] = torch.arange(tokens, device=inputs["input_ids"].device).expand(rows, tokens)
+        device = inputs["input_ids"].device
+        inputs["position_ids"] = torch.arange(tokens, device=device).expand(rows, tokens)
+        if inputs.get("cu_seq_lens_q") is None:  # read off the slice, rows would end with it
+            inputs["cu_seq_lens_q"] = bounds.of_rows(rows, tokens, device)
     if inputs.get("labels") is not None:
         shifted = nn.functional.pad(inputs["labels"], (0, 1), value=IGNORE)[:, 1:]
         inputs["labels"] = inputs["shift_labels"] = shifted
