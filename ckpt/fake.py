@@ -150,7 +150,7 @@ class FakeMode(FakeTensorMode):
 def _refuse_real_parameters(args: tuple) -> None:
     """A copy that reaches the original's weights would be counted wrong, and give them fake gradients."""
     for value in args:
-        if isinstance(value, nn.Parameter) and not isinstance(value, FakeTensor):
+        if type(value) is nn.Parameter:  # neither fake nor sharded
             raise Unpredictable(
                 f"a function put on a module of this model keeps a parameter of shape {tuple(value.shape)} that is not "
                 "a copy's own: bind it (types.MethodType(function, module)) and use its `self`, or predict before that."

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from ckpt.hardware import Device
+from ckpt.positions import learned_positions
 from ckpt.predict import as_device, predict
 from ckpt.simulate import Simulator
 from ckpt.workload import Workload
@@ -50,8 +51,13 @@ def longest(
     next longer one and see that it does not fit; without it, the straight line through two lengths that were tried may
     prove that, which is right where peaks grow at least in proportion.
 
-    Raises ValueError for a step or a limit below 1.
+    Raises ValueError for a step or a limit below 1, and for a budget that is no number of bytes.
     """
+    for name, value in (("step", step), ("most", most)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"longest: {name}={value!r} must be a whole number of tokens")
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, (int, float)) or not budget_bytes >= 0:
+        raise ValueError(f"longest: budget_bytes={budget_bytes!r} must be bytes, a number from 0 on, such as 80 * 2**30")
     if step < 1 or most < step:
         raise ValueError(f"longest: step={step} must be 1 or more, and most={most} at least one step")
     peaks = dict(known or {})
@@ -123,7 +129,8 @@ def longest_that_fits(
 ) -> Longest:
     """Search by prediction: for what a device has, or for a budget. Other arguments are those of `longest`.
 
-    model: anything that `predict` takes; one Simulator makes all predictions.
+    model: anything that `predict` takes; one Simulator makes all predictions. Where the model's positions end in a
+    table, so does the search.
 
     Raises ValueError without either.
     """
@@ -134,6 +141,10 @@ def longest_that_fits(
     if predict_peak is not None:
         return longest(predict_peak, budget, **search)
     simulator = model if isinstance(model, Simulator) else Simulator(model, work)
+    limit = learned_positions(simulator.model)
+    if limit is not None:
+        search["most"] = min(limit, search.get("most", limit))
+        search["step"] = min(limit, search.get("step", 1024))
     try:
         return longest(lambda n: peak_at(simulator, n, strategy, device), budget, **search)
     finally:

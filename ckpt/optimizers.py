@@ -9,10 +9,13 @@ nothing.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
+
+from ckpt.precision import local_part
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -23,7 +26,8 @@ _MIN_8BIT_NUMEL, _BLOCK = 4096, 256
 def make_optimizer(name: str | Factory, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Make an optimizer by its name in `Workload.optimizer`, or by the function given there.
 
-    Raises ValueError where a function returns no torch optimizer.
+    Raises ValueError where a function returns no torch optimizer, or one whose step needs a closure, and for Adafactor
+    over sharded parameters.
     """
     parameters = list(parameters)
     if callable(name):
@@ -32,13 +36,25 @@ def make_optimizer(name: str | Factory, parameters: Iterable[nn.Parameter]) -> t
             raise ValueError(
                 f"workload: optimizer returned a {type(made).__name__}; it must return a torch.optim.Optimizer"
             )
+        needed = [p.name for p in inspect.signature(made.step).parameters.values() if p.default is p.empty]
+        if needed:
+            raise ValueError(
+                f"workload: optimizer {type(made).__name__} asks for a {needed[0]} in step(), and a training step has "
+                "none to give; use an optimizer whose step() needs no argument"
+            )
         return made
     groups = _by_mesh(parameters)
     if name == "adamw":
         return torch.optim.AdamW(groups, fused=True)
-    if name == "sgd":
-        return torch.optim.SGD(groups, fused=True)
+    is_sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+    if name == "sgd":  # the fused update has no rule for sharded tensors (torch 2.11 to 2.13)
+        return torch.optim.SGD(groups, fused=not is_sharded, foreach=False if is_sharded else None)
     if name == "adafactor":
+        if is_sharded:
+            raise ValueError(
+                "workload: optimizer='adafactor' cannot update sharded parameters (torch 2.11 to 2.13 refuse its norms "
+                "of them); with a mesh use adamw, adamw8bit or sgd"
+            )
         return torch.optim.Adafactor(groups)
     return AdamW8bitSizes(groups)
 
@@ -73,4 +89,4 @@ class AdamW8bitSizes(torch.optim.Optimizer):
                     self.qmap = torch.zeros(2, 256, device=p.device)
                 for k in ("1", "2"):
                     self.state[p][f"state{k}"] = torch.zeros_like(p, dtype=torch.uint8)
-                    self.state[p][f"absmax{k}"] = torch.zeros(-(-p.numel() // _BLOCK), device=p.device)
+                    self.state[p][f"absmax{k}"] = torch.zeros(-(-local_part(p).numel() // _BLOCK), device=p.device)

@@ -37,6 +37,7 @@ from ckpt.layers import find_layers, unwrapped
 from ckpt.optimizers import make_optimizer
 from ckpt.patching import Applied, applied_to, apply, resolve
 from ckpt.plan import Policy
+from ckpt.positions import check_positions
 from ckpt.precision import Precision, local_part, prepare
 from ckpt.reduce import Chosen, choose_layers, policy_keys, structure_keys
 from ckpt.timeline import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
@@ -107,6 +108,7 @@ class Simulator:
         self.work = work
         self.mode = FakeMode()
         self.model = fake_copy(model, self.mode)
+        self._refuse(inputs)
         self._ranks: FakeRanks | None = None
         self._as_it_is: Applied | None = applied_to(self.model)
         if work.packing == "isolate" and not _is_packed(self.model):
@@ -116,9 +118,13 @@ class Simulator:
 
             self._ranks = FakeRanks(work.mesh)  # outside the fake mode: meshes are made of real tensors
         self._inputs = inputs
-        self._batches = self._make_batches()
-        with self.mode:
-            self.precision = self._spread()
+        try:
+            self._batches = self._make_batches()
+            with self.mode:
+                self.precision = self._spread()
+        except BaseException:
+            self.close()
+            raise
         self.layers = find_layers(self.model)
         self._holder = _holder_of(self.model, [layer.module for layer in self.layers])
         config = getattr(unwrapped(self.model), "config", None)
@@ -127,6 +133,17 @@ class Simulator:
         self._marks = LayerMarks(self.layers)
         said = layer_types(config.get_text_config(decoder=True)) if config is not None else []
         self.layer_kinds = tuple(said if len(said) == len(self.layers) else (layer.kind for layer in self.layers))
+
+    def _refuse(self, inputs: Mapping[str, Any] | None) -> None:
+        """Raise ValueError for what a real step would fail at and a fake one might not."""
+        if inputs is None:
+            check_positions(self.model, self.work)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if not trained and (self.work.optimizer is not None or inputs is None):
+            raise ValueError(
+                f"no parameter of this {type(unwrapped(self.model)).__name__} is trained: requires_grad is False for "
+                "all. Unfreeze some; or with optimizer=None give inputs= that need gradients."
+            )
 
     def _spread(self) -> Precision:
         """Cast the model and, for a mesh, spread it over the ranks, of which this is one."""
@@ -158,6 +175,7 @@ class Simulator:
         before = self.work, self._batches
         try:
             self.work = self.work.replace(seq_len=seq_len)
+            check_positions(self.model, self.work)
             self._batches = self._make_batches()
             yield self
         finally:

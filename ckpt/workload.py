@@ -78,6 +78,11 @@ class Workload:
         _one_of("routing", self.routing, ROUTINGS)
         if self.documents > 1 and self.packing != "isolate":
             raise ValueError(f"workload: documents={self.documents} needs packing='isolate', not {self.packing!r}")
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"workload: optimizer is a {type(self.optimizer).__name__} that has its parameters already; give its "
+                "name, or a function that makes one of a list of parameters"
+            )
         if self.optimizer is not None and not callable(self.optimizer):
             _one_of("optimizer", self.optimizer, OPTIMIZERS, " or None, or a function that makes one")
         tiles = self.tile_mlp

@@ -21,6 +21,7 @@ from ckpt.fake import Unpredictable
 from ckpt.hardware import DEVICES, GIB, Device
 from ckpt.layers import unwrapped
 from ckpt.longest import MOST_TOKENS, longest
+from ckpt.positions import learned_positions
 from ckpt.predict import Prediction, read
 from ckpt.simulate import Simulator
 from ckpt.workload import Workload
@@ -162,8 +163,10 @@ def search_longest(simulator: Simulator, strategy: Any, work: Workload, device: 
 def _most_tokens(model: nn.Module) -> int:
     """Rotary positions can be stretched, learned ones end where their table does."""
     config = unwrapped(model).config.get_text_config(decoder=True)
-    is_rotary = getattr(config, "rope_parameters", None)
-    return MOST_TOKENS if is_rotary else getattr(config, "max_position_embeddings", None) or MOST_TOKENS
+    if getattr(config, "rope_parameters", None):
+        return MOST_TOKENS
+    said = getattr(config, "max_position_embeddings", None)
+    return min(said or MOST_TOKENS, learned_positions(model) or MOST_TOKENS)
 
 
 def best(rows: Sequence[Row]) -> Row | None:
