@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ckpt.engine.chain_checks import why_hooked, why_random
+from ckpt.engine.chain_probe import alone, has_values
 from ckpt.engine.record import Recorder
 from ckpt.engine.tiles import Chain
 
@@ -108,11 +109,9 @@ def _run_probe(model, layers, probes, outside) -> str | None:
         hooks.append(layer.register_forward_hook(_Leave(probe), always_call=True))
         for name, child in layer.named_children():
             hooks.append(child.register_forward_hook(_Note(name, probe), with_kwargs=True))
-    device = next(model.parameters()).device
-    tokens = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long, device=device)
     try:
-        with torch.no_grad():
-            model(input_ids=tokens, use_cache=False)
+        with torch.no_grad(), alone(model) as device:
+            model(input_ids=torch.zeros((1, _PROBE_TOKENS), dtype=torch.long, device=device), use_cache=False)
     except Exception as error:  # any model code may run here; a model that cannot be probed is trained untiled
         return f"a probe of {_PROBE_TOKENS} tokens failed: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
     finally:
@@ -208,11 +207,14 @@ def _size(links: list[_Seen]) -> int:
 
 def _is_token_wise(chain: Chain, probe: _LayerProbe) -> bool:
     source = probe.seen[chain.names[0]].source
-    if type(source) is not torch.Tensor or source.device.type == "meta" or source.dim() < 2 or source.shape[-2] < 2:
+    weights = [p for module in chain.modules for p in module.parameters()]
+    if source.dim() < 2 or source.shape[-2] < 2 or not all(map(has_values, weights or [source])):
         return source.dim() >= 2  # fake or meta tensors have no values to compare
     with torch.no_grad():
         # Not the probe's own rows, which are equal: position 0 must not see position 1, nor the other way round.
-        sample = source + torch.randn_like(source, dtype=torch.float32).to(source.dtype)
+        sample = torch.randn(source.shape, device=weights[0].device if weights else source.device).to(source.dtype)
+        if has_values(source):
+            sample = sample + source
         whole = chain.run(sample)
         parts = torch.cat([chain.run(sample[..., i : i + 1, :]) for i in range(sample.shape[-2])], dim=-2)
     tolerance = 1e-4 if source.dtype == torch.float32 else 5e-2
