@@ -36,6 +36,9 @@ T = TypeVar("T")
 FAILED = "ckpt/first_failure"
 PATIENCE_SECONDS = 10.0
 """How long a rank with a broken connection waits for another rank's own account of what happened."""
+RECORDED = "ckpt/recorded"
+RECORDING_SECONDS = 60.0
+"""How long the other ranks wait for rank 0, which may have a tracker to talk to."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -137,9 +140,11 @@ class Ranks:
 
         The first rank to fail prints its traceback, so that it stands above whatever the others say.
         """
-        if self.layout is None or error is self._explained or isinstance(error, (RunStopped, OtherRankFailed)):
+        if self.layout is None:
             return error
         _ignore_terminations()
+        if error is self._explained or isinstance(error, (RunStopped, OtherRankFailed)):
+            return error
         first = self._first_failure(error)
         self._explained = error if first is None else OtherRankFailed(first)
         return self._explained
@@ -159,7 +164,7 @@ class Ranks:
                 return f"another rank was ended or stalled, and could not say why ({one_line(error)})"
             first = store.compare_set(FAILED, "", own).decode()
         except Exception:  # the store went down with its rank: then nobody can tell
-            return "another rank ended; see above"
+            return None if isinstance(error, KeyboardInterrupt) else "another rank ended; see above"
         if first != own:
             return None if is_mistake(error) else first  # all ranks make the same mistake: it is not another's
         if not is_mistake(error) and not isinstance(error, KeyboardInterrupt):
@@ -167,6 +172,17 @@ class Ranks:
             traceback.print_exception(error)
             sys.stderr.flush()
         return None
+
+    def leave_after_main(self) -> None:
+        """Wait, on other ranks, until rank 0 has recorded how the run stopped: the launcher ends all when one ends."""
+        import torch.distributed as dist
+
+        with contextlib.suppress(Exception):  # the store goes down with rank 0
+            store = dist.distributed_c10d._get_default_store()
+            if self.is_main:
+                store.set(RECORDED, "")
+            else:
+                store.wait([RECORDED], datetime.timedelta(seconds=RECORDING_SECONDS))
 
 
 ONE = Ranks()
@@ -205,6 +221,8 @@ def start_ranks(cfg: Config) -> Iterator[Ranks]:
         yield ranks
     except BaseException as error:
         explained = ranks.explain(error)
+        if isinstance(explained, RunStopped):
+            ranks.leave_after_main()
         if explained is not error:
             raise explained from error
         raise

@@ -10,7 +10,12 @@ from test_dist_job import free_port
 pytestmark = pytest.mark.dist
 CELLS = [
     ("llama", {"tie_word_embeddings": "true"}, ["grad_accum=2", "tile_mlp=2", "+strategy=selective"], 2),
-    ("gemma2", {"sliding_window": 8, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}, ["+strategy=full"], 1),
+    (
+        "gemma2",
+        {"sliding_window": 8, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3},
+        ["+strategy=full"],
+        1,
+    ),
 ]
 
 
