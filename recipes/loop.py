@@ -102,7 +102,7 @@ def optimizer_step(
     num_items = int(ranks.sum_over_rows(sum(batch["num_labels"] for batch in batches))[0])
     loss = torch.zeros((), device=device_of(model))
     for batch in batches:
-        part = batch_loss(model, batch, num_items, len(batches), scales, ranks)
+        part = batch_loss(model, batch, num_items, len(batches) * ranks.num_data, scales, ranks)
         if part is not None:
             part.backward()
             loss += part.detach()
@@ -136,11 +136,12 @@ def batch_loss(
 
     None when the model takes means by itself and has nothing to take one of; on several ranks a zero, since all must
     run the same layers. A router's auxiliary loss is a mean over tokens already, so a micro-batch brings
-    1 / num_batches of it, and a rank 1 / num_ranks of that.
+    1 / num_batches of it, counted over ranks with rows of their own, and a rank with a part of the rows its part of
+    that.
     """
     device = device_of(model)
     inputs = model_inputs(batch, device)
-    num_batches *= ranks.num_tokens
+    num_batches *= ranks.num_sequence
     if ranks.layout is not None:
         inputs = shard_sequence(inputs, ranks)
     if not scales:

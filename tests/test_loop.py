@@ -8,13 +8,16 @@ import math
 import os
 import random
 import signal
+import types
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
+from ckpt.parallel import Degrees
 from recipes.config import Config, Eval, Optim
+from recipes.distributed import Ranks
 from recipes.loop import batch_loss, evaluate, loss_takes_num_items, optimizer_step, train
 from recipes.meter import Meter, Peak
 from recipes.optim import build_optimizer, build_scheduler
@@ -331,6 +334,26 @@ def test_router_loss_counts_once_whatever_the_accumulation():
     without = copy.deepcopy(model)
     without.config.output_router_logits = False
     assert once[0] > optimizer_step(bare_state(without), [batch], 0.0, True, 1)[0] + 0.4
+
+
+class TwoAlike(Ranks):
+    """One of two ranks that hold equal rows: what both sum up is twice the own."""
+
+    def __init__(self):
+        degrees = Degrees(shard=2)
+        layout = types.SimpleNamespace(degrees=degrees, place=degrees.place(0), device_type="cpu")
+        layout.sum = lambda values: values * 2
+        super().__init__(0, 2, layout)
+
+
+def test_router_loss_counts_once_in_the_held_out_loss_of_several_ranks():
+    torch.manual_seed(0)
+    model = model_of(
+        kind=MixtralForCausalLM, config=MixtralConfig, num_local_experts=4, output_router_logits=True,
+        router_aux_loss_coef=0.5,
+    )  # fmt: skip
+    alone = evaluate(model, [make_batch(0)], True)
+    assert evaluate(model, [make_batch(0)], True, TwoAlike()) == pytest.approx(alone, rel=1e-6)
 
 
 class MeanLoss(torch.nn.Module):
