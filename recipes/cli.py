@@ -87,7 +87,7 @@ def main(task: Callable[[Config], None]) -> None:
 
 def leave_the_word_to_rank_0(error: BaseException) -> None:
     """On another rank, wait with a mistake: rank 0 makes the same one, says it, and the launcher ends us meanwhile."""
-    if is_mistake(error) and os.environ.get("RANK", "0") != "0":
+    if _is_usage_error(error) and os.environ.get("RANK", "0") != "0":
         signal.signal(signal.SIGTERM, lambda *_: os._exit(USAGE_ERROR))
         time.sleep(PATIENCE_SECONDS)
 
@@ -179,8 +179,14 @@ def exit_code(error: BaseException) -> int:
     """Choose the exit code of an error."""
     if isinstance(error, KeyboardInterrupt) or (isinstance(error, RunStopped) and error.status == "interrupted"):
         return INTERRUPTED
-    mistake = is_mistake(error) or isinstance(error, (HydraException, OmegaConfBaseException))
-    return USAGE_ERROR if mistake else RUN_FAILED
+    return USAGE_ERROR if _is_usage_error(error) else RUN_FAILED
+
+
+def _is_usage_error(error: BaseException) -> bool:
+    """Tell whether the command line or the config is wrong. Rank 0's mistake, seen from another rank, is one too: which
+    of them the launcher sees first is chance."""
+    told = isinstance(error, OtherRankFailed) and error.is_mistake
+    return told or is_mistake(error) or isinstance(error, (HydraException, OmegaConfBaseException))
 
 
 def help_text(docstring: str) -> str:

@@ -43,7 +43,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class OtherRankFailed(RuntimeError):
-    """A collective broke because another rank had failed, which tells why itself."""
+    """A collective broke because another rank had failed, which tells why itself. is_mistake: the user's to mend."""
+
+    def __init__(self, message: str, is_mistake: bool = False):
+        super().__init__(message)
+        self.is_mistake = is_mistake
 
 
 class Ranks:
@@ -122,11 +126,11 @@ class Ranks:
                 shared = [make(), None]
             except Exception as error:
                 shared = [None, error]
-                dist.broadcast_object_list([None, one_line(error)], src=0)
+                dist.broadcast_object_list([None, (one_line(error), is_mistake(error))], src=0)
                 raise
         dist.broadcast_object_list(shared, src=0)
         if shared[1] is not None:
-            raise OtherRankFailed(f"rank 0: {shared[1]}")
+            raise OtherRankFailed(f"rank 0: {shared[1][0]}", is_mistake=shared[1][1])
         return shared[0]
 
     @property

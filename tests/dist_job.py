@@ -10,7 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckpt
 from ckpt.parallel import shard
+from recipes.cli import exit_code
 from recipes.config import Config
+from recipes.device import choose_device
 from recipes.distributed import OtherRankFailed, start_ranks
 from recipes.rundir import open_run
 
@@ -60,3 +62,18 @@ def fail_on_rank_1(rank: int, port: int, folder: str) -> tuple[str, float]:
         assert rank == 1 and str(error) == "boom on purpose", error
         return "", 0.0
     raise AssertionError("nobody failed")
+
+
+def mistake_of_rank_0(rank: int, port: int, folder: str) -> list[int]:
+    """Rank 0 alone finds a mistake. Return the exit codes of all ranks."""
+    environment(port)
+    with start_ranks(config(folder)) as ranks:
+        try:
+            ranks.from_main(_refuse)
+        except (ValueError, OtherRankFailed) as error:
+            return ranks.gather(exit_code(error))
+    raise AssertionError("nobody failed")
+
+
+def _refuse() -> None:
+    choose_device("abacus")

@@ -7,6 +7,8 @@ import dist_job
 import pytest
 from dist_kit import run_ranks
 
+from recipes.cli import USAGE_ERROR
+
 pytestmark = pytest.mark.dist
 
 
@@ -29,3 +31,8 @@ def test_a_failing_rank_is_named_to_the_others_and_in_the_summary(tmp_path):
     assert seconds < 60
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed" and "rank 1: RuntimeError: boom on purpose" in summary["error"]
+
+
+def test_a_mistake_that_rank_0_finds_is_a_mistake_on_every_rank(tmp_path):
+    codes = run_ranks(dist_job.mistake_of_rank_0, 2, free_port(), str(tmp_path), timeout=300, group=False)
+    assert codes == [USAGE_ERROR, USAGE_ERROR]
