@@ -62,6 +62,7 @@ class RunDir:
         self.tracker: Tracker = NoTracker()
         self.logged = False
         self.held: int | None = None
+        self.had_folder = True  # runs_dir was there before
 
     @property
     def name(self) -> str:
@@ -201,8 +202,10 @@ def _enter(cfg: Config, ranks: Ranks) -> RunDir:
         _find(path) if cfg.resume else _make(path, automatic)
         return hold(path)
 
+    had_folder = path.parent.exists()
     held = ranks.from_main(take)
     run = RunDir(path, ranks, Console(cfg.output), summary)
+    run.had_folder = had_folder
     run.held = held if run.writes else None
     return run
 
@@ -260,8 +263,9 @@ def _put_back(run: RunDir, contents: Mapping[str, str]) -> None:
 def _remove(run: RunDir) -> None:
     if run.writes:
         shutil.rmtree(run.path, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            run.path.parent.rmdir()  # only if nothing else is in it
+        if not run.had_folder:
+            with contextlib.suppress(OSError):
+                run.path.parent.rmdir()  # only if nothing else is in it
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import yaml
 from ckpt.plan import LayerPlan, Plan
 from recipes import manifest, rundir
 from recipes.config import from_dict
+from recipes.device import choose_device
 from recipes.distributed import Ranks
 from recipes.errors import RunStopped, is_mistake, one_line, status_of
 from recipes.rundir import STATUSES, default_name, open_run, read_json, write_atomically
@@ -194,6 +195,15 @@ def test_rewind_drops_later_steps_and_a_torn_line(in_tmp):
         run.rewind(3)
         run.log({"step": 4})
     assert [line["step"] for line in metrics()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("had_folder", [True, False])
+def test_a_refused_run_takes_away_what_it_made_and_no_more(in_tmp, had_folder):
+    if had_folder:
+        os.mkdir("mine")
+    with pytest.raises(ValueError, match="abacus"), open_run(config(runs_dir="mine")):
+        choose_device("abacus")
+    assert os.listdir() == (["mine"] if had_folder else []) and not (had_folder and os.listdir("mine"))
 
 
 @pytest.mark.parametrize("runs_dir", ["file", "file/deeper"])
