@@ -55,7 +55,7 @@ CASES: dict[tuple[str, int, int], list[dict[str, int]]] = {
     ("141B MoE", 8, 128 * K): [{"sequence": 8}],
     ("141B MoE", 8, 1024 * K): [{"sequence": 8}],
     ("141B MoE", 64, 128 * K): [{"shard": 8, "sequence": 8}],
-    ("141B MoE", 64, 1024 * K): [{"shard": 8, "sequence": 8}],
+    ("141B MoE", 64, 1024 * K): [{"shard": 8, "sequence": 8}, {"shard": 2, "sequence": 32}],
 }
 
 
@@ -109,8 +109,7 @@ def page(rows: list[dict[str, Any]]) -> str:
             cells += [f"{r['exposed_seconds'] / r['step_seconds']:.1%}", f"{r['tokens_per_second']:,.0f}"]
             lines.append("| " + " | ".join(f"**{c}**" if r is fastest and c else c for c in cells) + " |")
         if fastest is None:
-            held = gib(states(mine[0]))
-            lines += ["", f"Nothing fits: parameters, gradients and optimizer state take {held} GiB a device."]
+            lines += ["", f"Nothing fits: {least(mine)}."]
         lines.append("")
     return "\n".join(lines)
 
@@ -125,7 +124,7 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         r = best(mine)
         head = f"| {NAMES[model]} | {devices} | {tokens // K}K |"
         if r is None:
-            lines.append(f"{head} does not fit: {gib(states(mine[0]))} GiB of states a device | | | | |")
+            lines.append(f"{head} does not fit: {least(mine)} | | | | |")
             continue
         host = f" ({gib(r['host_bytes'])})" if r["host_bytes"] else ""
         waits = r["exposed_seconds"] / r["step_seconds"]
@@ -134,6 +133,14 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
             f"{r['step_seconds']:,.1f} s | {waits:.1%} |"
         )
     return lines
+
+
+def least(rows: list[dict[str, Any]]) -> str:
+    """What of rows that do not fit stands in the way."""
+    row = min(rows, key=lambda r: r["peak_bytes"])
+    if states(row) > row["peak_bytes"] / 2:
+        return f"{gib(states(row))} GiB of states a device"
+    return f"{gib(row['peak_bytes'])} GiB a device at least"
 
 
 def states(row: dict[str, Any]) -> int:
