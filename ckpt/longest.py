@@ -57,7 +57,7 @@ def longest(
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"longest: {name}={value!r} must be a whole number of tokens")
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, (int, float)) or not budget_bytes >= 0:
-        raise ValueError(f"longest: budget_bytes={budget_bytes!r} must be bytes, a number from 0 on, such as 80 * 2**30")
+        raise ValueError(f"longest: budget_bytes={budget_bytes!r} must be bytes, a number from 0 on: 80 * 2**30")
     if step < 1 or most < step:
         raise ValueError(f"longest: step={step} must be 1 or more, and most={most} at least one step")
     peaks = dict(known or {})
