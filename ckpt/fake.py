@@ -233,10 +233,11 @@ def _fake(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def real_path(mode: FakeMode, one_document: bool) -> Iterator[None]:
+def real_path(mode: FakeMode, one_document: bool, padded: bool = False) -> Iterator[None]:
     """Make the model decide about masks as it does on real tensors.
 
     one_document: rows hold one document each, so that positions never restart (`find_packed_sequence_indices`).
+    padded: masks that are given leave tokens out.
     """
     tracing, find, whole = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices, masking_utils.fast_all
 
@@ -245,13 +246,13 @@ def real_path(mode: FakeMode, one_document: bool) -> Iterator[None]:
             return find(position_ids)
 
     class Known:
-        """Stands for the truth of `tensor.sum() == tensor.numel()`: rows of a workload are not padded."""
+        """Stands for the truth of `tensor.sum() == tensor.numel()`."""
 
         def __init__(self, tensor):
             self._tensor = tensor
 
         def __bool__(self):
-            with mode.answering(Always(True)):
+            with mode.answering(Always(not padded)):
                 return bool(self._tensor)
 
     masking_utils.is_tracing = lambda tensor=None: tracing()

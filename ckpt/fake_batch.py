@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from ckpt.attention import bounds as make_bounds
@@ -50,3 +51,22 @@ def _micro_batch(work: Workload, inputs: Mapping[str, Any] | None, bounds: torch
         batch |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds)
         batch |= {"max_length_q": work.seq_len, "max_length_k": work.seq_len}
     return batch
+
+
+def is_padded(inputs: Mapping[str, Any] | None) -> bool:
+    """Whether an attention mask that is given leaves tokens out, for which masks of T x T are then made."""
+    mask = _values(inputs, "attention_mask")
+    return mask is not None and mask.dim() == 2 and not bool(mask.all())
+
+
+def restarts(inputs: Mapping[str, Any] | None) -> bool:
+    """Whether positions that are given count anew within a row: Transformers then takes it for several documents."""
+    positions = _values(inputs, "position_ids")
+    return positions is not None and positions.dim() == 2 and bool((positions.diff(dim=-1) != 1).any())
+
+
+def _values(inputs: Mapping[str, Any] | None, name: str) -> torch.Tensor | None:
+    """The tensor of that name, if it has values."""
+    tensor = (inputs or {}).get(name)
+    has_values = isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor) and not tensor.is_meta
+    return tensor if has_values else None

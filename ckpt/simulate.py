@@ -31,7 +31,7 @@ from ckpt.audit import Audit
 from ckpt.choose_tiles import choose_tiles
 from ckpt.engine.program import Program
 from ckpt.fake import Always, FakeMode, fake_copy, naming_refusals, real_path
-from ckpt.fake_batch import fake_batches
+from ckpt.fake_batch import fake_batches, is_padded, restarts
 from ckpt.fake_step import LayerMarks, traced_step
 from ckpt.layers import find_layers, unwrapped
 from ckpt.optimizers import make_optimizer
@@ -88,7 +88,8 @@ class Simulator:
     """A fake model and its workload, ready to run steps under any policy.
 
     model: a module (left as it is), a Transformers config, or a module on meta. inputs: keyword arguments of the
-    forward, for models that need others than tokens and labels; tensors of any device. reduce: run equal layers once.
+    forward, for models that need others than tokens and labels; tensors of any device, of which shapes count, and
+    values where masks are made of them (attention_mask, position_ids; not on meta). reduce: run equal layers once.
 
     Raises ValueError for a model that cannot be built or made fake, and for a family that packing is refused for.
     """
@@ -118,6 +119,7 @@ class Simulator:
 
             self._ranks = FakeRanks(work.mesh)  # outside the fake mode: meshes are made of real tensors
         self._inputs = inputs
+        self._masks = (work.packing != "isolate" and not restarts(inputs), is_padded(inputs))
         try:
             self._batches = self._make_batches()
             with self.mode:
@@ -238,7 +240,7 @@ class Simulator:
         with ExitStack() as stack:
             stack.enter_context(naming_refusals())
             stack.enter_context(self.mode)
-            stack.enter_context(real_path(self.mode, self.work.packing != "isolate"))
+            stack.enter_context(real_path(self.mode, *self._masks))
             stack.callback(self.precision.zero_grad)
             handle = self._as_it_is
             if policy is not None:

@@ -188,7 +188,8 @@ class Store:
             with _disable_current_modes():  # host buffers are not device memory: no ledger counts them
                 slot = medium.new_slot(size)
             self._slot_bytes += size
-        return _Buffer(size, slot, medium.part(slot, num_bytes))
+        with _disable_current_modes():
+            return _Buffer(size, slot, medium.part(slot, num_bytes))
 
     def _make_room(self, num_bytes: int) -> None:
         """Drop free buffers, the largest first, so that a new one leaves all of them within the most that was ever
