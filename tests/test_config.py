@@ -246,6 +246,7 @@ MISTAKES = [
     (["recipe=sft"], ["recipe=sft is unknown", "finetune"]),
     (["parallel.shard=0"], ["parallel.shard=0"]),
     (["parallel.shard=-1", "parallel.replicate=-1"], ["only one degree"]),
+    (["parallel.sequence=-1"], ["only one degree", "parallel.sequence=-1", "parallel.shard=1"]),
     (["on_predicted_oom=stop"], ["on_predicted_oom='stop'", "warn or error"]),
     (["hardware=h1000"], ["hardware=h1000 is unknown", "Did you mean h100?"]),
     (["hardware.name=b300"], ["hardware.name='b300'", "h100"]),
