@@ -183,7 +183,7 @@ def smallest(rows: Sequence[Row]) -> Row | None:
 
 def label_of(name: str, fields: Mapping[str, Any]) -> str:
     """Name a strategy with the fields that are not its defaults."""
-    said = ", ".join(f"{key}={value}" for key, value in fields.items())
+    said = ", ".join(f"{key}={value}" for key, value in fields.items() if value is not None)
     return f"{name} ({said})" if said else name
 
 
