@@ -44,7 +44,8 @@ class Auto:
     objective: "seconds" (roofline of `hardware`) or "flops" (what is computed twice).
     bitwise: True leaves loss and tiles as the workload has them, so that gradients are bitwise those of no
         checkpointing; False lets the plan chunk the loss and tile the MLP (gradients within 1e-6) where that pays.
-    hardware: a name of the device table, for `seconds`, links and `budget_fraction`.
+    hardware: a name of the device table, or a Device, for `seconds`, links and `budget_fraction`; None: the CUDA device
+        at hand, else an H100, which the plan's source and its line then say. Recipes give the device they train on.
     """
 
     budget_gib: float | None = None
@@ -53,7 +54,7 @@ class Auto:
     disk_budget_gib: float = 0.0
     objective: str = "seconds"
     bitwise: bool = False
-    hardware: str | None = None
+    hardware: str | Device | None = None
     name: ClassVar[str] = "auto"
 
     def __post_init__(self):
@@ -80,6 +81,10 @@ class Auto:
             raise ValueError(f"auto: bitwise={self.bitwise!r} must be true or false")
         if self.objective not in OBJECTIVES:
             raise ValueError(f"auto: objective={self.objective!r} is unknown; it is {' or '.join(OBJECTIVES)}")
+        if isinstance(self.hardware, str):
+            from ckpt.hardware import find
+
+            find(self.hardware)
 
     def budget_bytes(self) -> int:
         """Return the budget in bytes. Raises ValueError if budget_fraction has no device to be a fraction of."""
@@ -102,6 +107,8 @@ class Auto:
         from ckpt.solver.frontier import Frontier
 
         simulator = model if isinstance(model, Simulator) else Simulator(model, work)
+        if progress is not None and self.objective == "seconds":
+            progress(f"seconds are estimated for {self.device_said()}")
         return Frontier(simulator, self.price(), progress, rooms=self.rooms(), settings=not self.bitwise)
 
     def plan_from(self, frontier: Frontier, work: Workload) -> Plan:
@@ -122,6 +129,7 @@ class Auto:
             "strategy": self.name,
             "objective": self.objective,
             "bitwise": self.bitwise,
+            "device": self.device_said() if self.objective == "seconds" else None,
             "budget_bytes": budget,
             "host_budget_bytes": int(self.host_budget_gib * GIB),
             "disk_budget_bytes": int(self.disk_budget_gib * GIB),
@@ -159,8 +167,10 @@ class Auto:
 
     def device(self) -> Device:
         """Return the device that is planned for: `hardware`, or the CUDA device at hand, else an H100."""
-        from ckpt.hardware import find, find_by_cuda_name
+        from ckpt.hardware import Device, find, find_by_cuda_name
 
+        if isinstance(self.hardware, Device):
+            return self.hardware
         if self.hardware is not None:
             return find(self.hardware)
         if torch.cuda.is_available():
@@ -173,6 +183,12 @@ class Auto:
             raise ValueError("auto: budget_fraction needs a device: set strategy.hardware, or give strategy.budget_gib")
         return find("h100")  # only ratios of its figures decide
 
+    def device_said(self) -> str:
+        """Name the device that is planned for, and say so where nobody named it and it is not at hand."""
+        device = self.device()
+        is_guess = self.hardware is None and not torch.cuda.is_available()
+        return f"{device.name} (none was named: strategy.hardware)" if is_guess else device.name
+
 
 def told(source: Mapping[str, Any]) -> str:
     """Say in one line, of a plan's source, what binds it and which budget would change it; "" for other plans."""
@@ -183,7 +199,8 @@ def told(source: Mapping[str, Any]) -> str:
     change = "no larger budget changes it"
     if following is not None:
         change = f"the next plan needs {rounded_up(following / GIB)} GiB"
-    return f"plan within {budget}: peak {peak}; {source['binds']} binds; {change}"
+    priced = "FLOPs run again" if source["objective"] == "flops" else f"seconds of {source.get('device', 'h100')}"
+    return f"plan within {budget}: peak {peak}; {source['binds']} binds; {change}; least {priced}"
 
 
 def binds(frontier: Frontier, best: Candidate, budget_bytes: int) -> str:

@@ -2,7 +2,7 @@
 
 The rows of an optimizer step stay what `grad_accum` says (batch_size=auto counts as one row a micro-batch), so the
 gradient does not change its meaning: a micro-batch of 4 rows takes a quarter of the micro-batches. Larger ones use the
-device better and need more recompute; which wins is predicted, by the roofline of `strategy.hardware`.
+device better and need more recompute; which wins is predicted, by the roofline of the device that the plan is for.
 
     cfg = choose_batch(cfg, config, say)
 """
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from ckpt import strategies
 from ckpt.auto import Auto, BudgetTooSmall
 from ckpt.simulate import Simulator
 from recipes.config import Config
-from recipes.planning import model_without_weights
+from recipes.device import choose_device
+from recipes.planning import model_without_weights, strategy_of, target_device
 from recipes.workload import workload_of
 
 
@@ -46,7 +46,7 @@ def choose_batch(cfg: Config, config: PreTrainedConfig, say: Callable[[str], Non
     """
     if cfg.batch_size != "auto":
         return cfg
-    strategy = strategies.make(cfg.strategy.name, **cfg.strategy.fields)
+    strategy = strategy_of(cfg, target_device(cfg, choose_device(cfg.device)))
     if not isinstance(strategy, Auto):
         raise ValueError("batch_size=auto needs a budget: +strategy=auto strategy.budget_gib=..., or give a number.")
     tried: list[Tried] = []

@@ -28,7 +28,7 @@ from recipes.config import Config
 from recipes.console import mib
 from recipes.distributed_forecast import foresee_over_ranks
 from recipes.errors import RunStopped, is_mistake, one_line
-from recipes.planning import model_without_weights, target_device
+from recipes.planning import model_without_weights, strategy_of, target_device
 from recipes.rng import rng_state, set_rng_state
 from recipes.rundir import RunDir
 from recipes.workload import workload_of
@@ -52,7 +52,8 @@ def foresee(cfg: Config, config: PreTrainedConfig, device: torch.device, run: Ru
     """
     if run.ranks.layout is not None:
         return foresee_over_ranks(cfg, run)
-    strategy = strategies.make(cfg.strategy.name, **cfg.strategy.fields)
+    target = target_device(cfg, device)
+    strategy = strategy_of(cfg, target)
     if cfg.compile:
         run.console.say("not predicted: compiled layers allocate as their compiler decides")
         return Foreseen(strategy, cfg.tile_mlp)
@@ -85,7 +86,6 @@ def foresee(cfg: Config, config: PreTrainedConfig, device: torch.device, run: Ru
         check_room(where["target"], where.get("directory"), prediction.host_bytes)
     run.update(predicted_peak_bytes=prediction.peak_bytes, predicted_step_seconds=prediction.step_seconds)
     run.describe(prediction=prediction.to_dict())
-    target = target_device(cfg, device)
     wanted = prediction if target == here else read(ran, work, target)
     run.console.say(describe(wanted, target))
     if not wanted.fits:

@@ -24,7 +24,7 @@ from recipes.device import choose_device
 from recipes.errors import RunStopped
 from recipes.manifest import SCHEMA_VERSION
 from recipes.model import load_config
-from recipes.planning import model_without_weights, target_device, with_known_shape
+from recipes.planning import model_without_weights, strategy_of, target_device, with_known_shape
 from recipes.recorded import check_schema, read_object
 from recipes.rng import rng_state, set_rng_state
 from recipes.rundir import RunDir, read_json
@@ -81,7 +81,7 @@ class Search:
         try:
             model, work = model_without_weights(cfg, load_config(cfg.model, seq_len)), workload_of(cfg)
             try:
-                strategy = planned(cfg, model, work)
+                strategy = planned(cfg, model, work, self.device)
             except BudgetTooSmall:  # no plan fits: what the leanest one takes is not known, but that it is too much is
                 return {"peak_bytes": self.budget_bytes + 1, "host_bytes": 0}
             found = predict(model, strategy, work, self.device)
@@ -158,9 +158,9 @@ def find_longest(cfg: Config, run: RunDir, start: Sequence[str]) -> dict[str, An
     return result
 
 
-def planned(cfg: Config, model: Any, work: Any) -> Any:
+def planned(cfg: Config, model: Any, work: Any, device: Device) -> Any:
     """Return the strategy to predict; one that plans by a budget is planned first."""
-    strategy = strategies.make(cfg.strategy.name, **cfg.strategy.fields)
+    strategy = strategy_of(cfg, device)
     return strategy.plan(model, work) if strategies.makes_plan(strategy) else strategy
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ckpt import hardware
+from ckpt import hardware, strategies
 from ckpt.attention import choose, prepare
+from ckpt.auto import Auto
 from ckpt.hardware import GIB, Device
 from ckpt.links import LINKS
 from ckpt.predict import as_device
@@ -76,3 +78,11 @@ def target_device(cfg: Config, device: torch.device | str) -> Device:
     if cfg.hardware.memory_gib is None:
         return chosen
     return dataclasses.replace(chosen, memory_bytes=int(cfg.hardware.memory_gib * GIB) + chosen.reserved_bytes)
+
+
+def strategy_of(cfg: Config, device: Device) -> Any:
+    """Return the strategy that `cfg` names; `auto` plans for `device` unless strategy.hardware names another."""
+    strategy = strategies.make(cfg.strategy.name, **cfg.strategy.fields)
+    if isinstance(strategy, Auto) and strategy.hardware is None:
+        return dataclasses.replace(strategy, hardware=device)
+    return strategy

@@ -29,7 +29,13 @@ from recipes.console import Console
 from recipes.device import choose_device
 from recipes.model import load_config
 from recipes.picture import draw_memory
-from recipes.planning import model_without_weights, refuse_what_is_not_predicted, target_device, with_known_shape
+from recipes.planning import (
+    model_without_weights,
+    refuse_what_is_not_predicted,
+    strategy_of,
+    target_device,
+    with_known_shape,
+)
 from recipes.planning_rows import (
     Say,
     best,
@@ -86,7 +92,7 @@ def _all(cfg: Config, model: nn.Module, device: Any, say: Say) -> dict[str, Any]
 
 def _one(cfg: Config, model: nn.Module, device: Any, say: Say) -> dict[str, Any]:
     chosen = cfg.strategy
-    strategy = strategies.make(chosen.name, **chosen.fields)
+    strategy = strategy_of(cfg, device)
     simulator = Simulator(model, workload_of(cfg))
     if strategies.makes_plan(strategy):
         strategy = strategy.plan(simulator, simulator.work, progress=say)

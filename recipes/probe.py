@@ -11,7 +11,7 @@ step is part of training like any other, only slower, so the meter leaves its ti
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -98,6 +98,8 @@ class Probe:
             plan.source |= self.source | measured  # `auto` and loaded plans bring one: budget, what binds
             run.save_json("plan.json", plan.to_dict())
             run.tracker.table("plan", ("layers", "op", "decision"), plan_rows(plan))
+            rows = beside(run.summary, self.meter.mean_seconds)
+            run.tracker.table("planned_and_measured", ("what", "planned", "measured"), rows)
             draw_memory(self.ledger, run.path / "memory.png", predicted_peak_bytes=run.summary["predicted_peak_bytes"])
             run.tracker.picture("memory", run.path / "memory.png")
 
@@ -111,6 +113,17 @@ def plan_rows(plan: Plan) -> list[tuple[str, str, str]]:
             rows.append((layers, "all", "keep"))
         rows += [(layers, op, decision) for op, decision in group["decisions"].items()]
     return rows
+
+
+def beside(summary: Mapping[str, Any], step_seconds: float | None) -> list[tuple[str, float | None, float | None]]:
+    """List what was planned beside what was measured: (what, planned, measured), None where one is not known.
+
+    step_seconds: mean of the steps before the probe that count; the run's own stands in its summary when it has ended.
+    """
+    return [
+        ("peak_bytes", summary.get("predicted_peak_bytes"), summary.get("peak_bytes")),
+        ("step_seconds", summary.get("predicted_step_seconds"), step_seconds),
+    ]
 
 
 def step_flops(counter: FlopCounter, recomputed: int, batches: list[dict[str, Any]]) -> StepFlops:

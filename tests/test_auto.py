@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -13,8 +14,9 @@ from test_solver import NUM_TOKENS, WORK, llama_config
 from transformers import LlamaForCausalLM
 
 import ckpt
-from ckpt.auto import GIB, Auto
+from ckpt.auto import GIB, Auto, told
 from ckpt.engine.program import build_program
+from ckpt.hardware import find
 from ckpt.ledger import measure
 from ckpt.plan import Decision, LayerPlan, Plan
 from ckpt.simulate import Simulator
@@ -22,6 +24,8 @@ from ckpt.solver.inner import inner_frontier
 from ckpt.solver.outer import solve
 from ckpt.solver.price import FlopsPrice
 from ckpt.solver.space import Setting, Space
+from recipes.cli import compose
+from recipes.planning import strategy_of, target_device
 
 ARCHITECTURES = ["llama", "qwen3", "mixtral", "qwen3_next", "gemma2"]
 
@@ -194,6 +198,28 @@ def test_planning_tells_its_progress_and_what_binds():
     assert any("checking a plan" in line for line in said)
     assert plan.source["binds"] == "memory"
     assert plan.source["predicted_peak_bytes"] <= 1.2 * full < plan.source["next_budget_bytes"]
+
+
+def test_seconds_say_whose_they_are():
+    said: list[str] = []
+    plan = Auto(budget_gib=1).plan(llama_config(2), WORK, progress=said.append)
+    assert said[0] == "seconds are estimated for h100 (none was named: strategy.hardware)"
+    assert told(plan.source).endswith("least seconds of h100 (none was named: strategy.hardware)")
+    named = Auto(budget_fraction=0.5, hardware=dataclasses.replace(find("cpu"), memory_bytes=2 * GIB))
+    assert named.budget_bytes() == GIB
+    assert named.plan(llama_config(2), WORK).source["device"] == "cpu"
+    counted = Auto(budget_gib=1, objective="flops").plan(llama_config(2), WORK)
+    assert counted.source["device"] is None and told(counted.source).endswith("least FLOPs run again")
+
+
+@pytest.mark.parametrize(("words", "device"), [((), "cpu"), (("hardware=rtx4090",), "rtx4090"),
+                                               (("strategy.hardware=a100",), "a100_80")])  # fmt: skip
+def test_recipes_plan_for_the_device_that_the_run_is_for(words, device):
+    cfg = compose(["+strategy=auto", "strategy.budget_fraction=0.5", "hardware.memory_gib=6", *words])
+    auto = strategy_of(cfg, target_device(cfg, "cpu"))
+    assert auto.device().name == device
+    assert auto.budget_bytes() == (3 * GIB if device != "a100_80" else find("a100_80").usable_bytes // 2)
+    assert auto.device_said() == device
 
 
 @pytest.mark.parametrize("settings", [{"host_budget_gib": -1}, {"disk_budget_gib": float("inf")}, {"bitwise": 1}])

@@ -216,6 +216,15 @@ def test_the_wandb_file_of_a_whole_run_holds_its_values_plan_and_picture(in_tmp,
     files = next(run.path.glob("wandb/offline-run-*/files"))
     table = json.loads((files / found["summary"]["plan"]["path"]).read_text())
     assert ["0,1", "self_attn/attention#0", "keep"] in table["data"]
+    beside = json.loads((files / found["summary"]["planned_and_measured"]["path"]).read_text())
+    assert beside["columns"] == ["what", "planned", "measured"]
+    (peak, planned_peak, measured_peak), (step, planned_seconds, measured_seconds) = beside["data"]
+    assert (peak, planned_peak, measured_peak) == ("peak_bytes", summary["predicted_peak_bytes"], summary["peak_bytes"])
+    plan = json.loads((run.path / "plan.json").read_text())["source"]
+    assert (step, planned_seconds) == ("step_seconds", summary["predicted_step_seconds"])
+    assert measured_seconds == plan["measured_step_seconds"] > 0
+    assert found["summary"]["step_seconds"] == summary["step_seconds"] > 0
+    assert found["summary"]["predicted_step_seconds"] == planned_seconds > 0
     picture = files / found["summary"]["memory"]["path"]
     assert picture.read_bytes() == (run.path / "memory.png").read_bytes()
 
