@@ -133,6 +133,7 @@ class Auto:
             "budget_bytes": budget,
             "host_budget_bytes": int(self.host_budget_gib * GIB),
             "disk_budget_bytes": int(self.disk_budget_gib * GIB),
+            "chosen": best.said,
             "predicted_peak_bytes": best.peak_bytes,
             "predicted_offloaded_bytes": best.simulated.steady.host_bytes,
             "predicted_seconds": self.seconds_of(best, work) if self.objective == "seconds" else None,
@@ -200,7 +201,8 @@ def told(source: Mapping[str, Any]) -> str:
     if following is not None:
         change = f"the next plan needs {rounded_up(following / GIB)} GiB"
     priced = "FLOPs run again" if source["objective"] == "flops" else f"seconds of {source.get('device', 'h100')}"
-    return f"plan within {budget}: peak {peak}; {source['binds']} binds; {change}; least {priced}"
+    chosen = f" ({source['chosen']})" if source.get("chosen") else ""
+    return f"plan within {budget}{chosen}: peak {peak}; {source['binds']} binds; {change}; least {priced}"
 
 
 def binds(frontier: Frontier, best: Candidate, budget_bytes: int) -> str:
@@ -231,9 +233,10 @@ def infeasible(auto: Auto, frontier: Frontier, work: Workload) -> BudgetTooSmall
     if not auto.rooms():
         advice.append("allow offload (strategy.host_budget_gib=64)")
     needed = frontier.needed(smallest)
+    tiled = "untiled" if tiles == 1 else f"in {tiles} tiles"
     return BudgetTooSmall(
         f"budget of {auto.budget_bytes() / GIB:.4g} GiB is below the smallest plan, {rounded_up(needed / GIB)} GiB "
-        f"({smallest.label}, loss {loss}, MLP in {tiles} tiles). To fit: {'; '.join(advice)}.",
+        f"({smallest.label}, loss {loss}, MLP {tiled}). To fit: {'; '.join(advice)}.",
         needed,
     )
 

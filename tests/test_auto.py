@@ -20,9 +20,10 @@ from ckpt.hardware import find
 from ckpt.ledger import measure
 from ckpt.plan import Decision, LayerPlan, Plan
 from ckpt.simulate import Simulator
+from ckpt.solver.away import Room, away_options
 from ckpt.solver.inner import inner_frontier
 from ckpt.solver.outer import solve
-from ckpt.solver.price import FlopsPrice
+from ckpt.solver.price import FlopsPrice, SecondsPrice
 from ckpt.solver.space import Setting, Space
 from recipes.cli import compose
 from recipes.planning import strategy_of, target_device
@@ -198,6 +199,34 @@ def test_planning_tells_its_progress_and_what_binds():
     assert any("checking a plan" in line for line in said)
     assert plan.source["binds"] == "memory"
     assert plan.source["predicted_peak_bytes"] <= 1.2 * full < plan.source["next_budget_bytes"]
+
+
+def test_a_slow_link_takes_as_much_of_what_a_layer_keeps_as_it_has_time_for():
+    record = record_of(Stack(Three(), Three()).train(), torch.randn(2, 4, 8, requires_grad=True))
+    price = SecondsPrice(find("cpu"))
+    options = inner_frontier(record, price)
+    forward = sum(price(op, record) for op in record.ops)
+    all_kept = max(o.held_bytes for o in options)
+    slow = Room("host", 2**30, all_kept / forward / 2)  # of what the fullest option holds, half
+    found = away_options(options, record, price, slow)
+    in_part = [o for o in found if o.is_moved_in_part]
+    assert in_part and all(o.moved < o.keep for o in in_part)
+    for option in in_part:
+        whole = next(o for o in found if o.keep == option.keep == o.moved and o.offload_input == option.offload_input)
+        assert option.stall < whole.stall and whole.held_bytes < option.held_bytes
+    fast = Room("host", 2**30, 1e3 * all_kept / forward)
+    assert not any(o.is_moved_in_part for o in away_options(options, record, price, fast))
+
+
+def test_tiles_left_to_auto_are_chosen_once_and_stand_in_the_plan():
+    work = WORK.replace(tile_mlp="auto")
+    left = Auto(budget_gib=1, objective="flops").frontier(llama_config(2), work)
+    assert left.space.setting == Setting(tile_mlp=1)
+    assert {space.setting.tile_mlp for space in left.spaces} > {1}
+    held = Auto(budget_gib=1, objective="flops", bitwise=True)
+    frontier = held.frontier(llama_config(2), work)
+    assert frontier.space.setting.tile_mlp > 1 and len(frontier.spaces) == 1
+    assert held.plan_from(frontier, work).tile_mlp == frontier.space.setting.tile_mlp
 
 
 def test_seconds_say_whose_they_are():

@@ -1,4 +1,4 @@
-"""Options that hold a layer's input, what it keeps, or both off the device, and what waiting for the link costs.
+"""Options that hold a layer's input, what it keeps or some of that off the device, and what waiting for the link costs.
 
 Copies overlap with the compute of about one layer: the store sends one tensor at a time and brings a layer's back while
 the layer behind it is differentiated (`ckpt/engine/store.py`). What a layer's forward (on the way out) or its backward
@@ -11,6 +11,7 @@ the layer behind it is differentiated (`ckpt/engine/store.py`). What a layer's f
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,29 +41,49 @@ class Room:
 
 
 def away_options(options: Sequence[Option], record: Record, price: Price, room: Room) -> list[Option]:
-    """Return variants of a layer's options, none of which holds more on the device than what it came from."""
-    forward = sum(price(op, record) for op in record.ops)
-    given = input_bytes(record)
+    """Return variants of a layer's options, none of which holds more on the device than what it came from: the input
+    moved, all that is kept, both, and, where the link has no time for all, as much as it has time for."""
+    forward, given = sum(price(op, record) for op in record.ops), input_bytes(record)
+
+    def waits(num_bytes: int) -> bool:
+        return price.stall(num_bytes, forward, room.bandwidth) > price.stall(num_bytes, math.inf, room.bandwidth)
+
     found = []
     for option in thin([o for o in options if o.replay], MOST_KEPT):
-        ways = [(True, False)] if not option.keep else [(True, False), (False, True), (True, True)]
-        for moves_input, moves_kept in ways:
-            away, held, cost, flops = given if moves_input else 0, option.held_bytes, option.cost, option.flops
-            if moves_kept:
-                program = build_program(record, dict.fromkeys(option.keep, Decision.OFFLOAD), to_run=False)
-                if not program.away_bytes:
-                    continue
-                away, held, flops = away + program.away_bytes, program.kept_bytes, program.replay_flops
-                cost = sum(price(record.ops[i], record) for i in ops_run(program))
-            stall = price.stall(away, forward, room.bandwidth)
-            stall += price.stall(away, BACKWARD_OVER_FORWARD * forward + cost, room.bandwidth)
-            found.append(
-                dataclasses.replace(
-                    option, held_bytes=held, cost=cost + stall, flops=flops, away_bytes=away, stall=stall,
-                    offload_input=moves_input, offload_kept=moves_kept,
-                )
-            )  # fmt: skip
+        ways = dict.fromkeys([(True, frozenset()), (False, option.keep), (True, option.keep)])
+        for with_input in (False, True):
+            moved: set[int] = set()
+            away = given if with_input else 0
+            for i in sorted(option.keep, key=lambda i: -record.ops[i].num_bytes):
+                if not waits(away + record.ops[i].num_bytes):
+                    moved.add(i)
+                    away += record.ops[i].num_bytes
+            ways[with_input, frozenset(moved)] = None
+        for moves_input, moved in ways:
+            made = _moving(option, moves_input, moved, record, price)
+            if made is None:
+                continue
+            stall = price.stall(made.away_bytes, forward, room.bandwidth)
+            stall += price.stall(made.away_bytes, BACKWARD_OVER_FORWARD * forward + made.cost, room.bandwidth)
+            found.append(dataclasses.replace(made, cost=made.cost + stall, stall=stall))
     return found
+
+
+def _moving(option: Option, moves_input: bool, moved: frozenset[int], record: Record, price: Price) -> Option | None:
+    """Return the option with some of what it holds moved; None if nothing would be. Waiting is not in its cost yet."""
+    away, held, cost, flops = input_bytes(record) if moves_input else 0, option.held_bytes, option.cost, option.flops
+    if moved:
+        what = {i: Decision.OFFLOAD if i in moved else Decision.KEEP for i in option.keep}
+        program = build_program(record, what, to_run=False)
+        if not program.away_bytes:
+            return None
+        away, held, flops = away + program.away_bytes, program.kept_bytes, program.replay_flops
+        cost = sum(price(record.ops[i], record) for i in ops_run(program))
+    if not away:
+        return None
+    return dataclasses.replace(
+        option, held_bytes=held, cost=cost, flops=flops, away_bytes=away, offload_input=moves_input, moved=moved
+    )
 
 
 def input_bytes(record: Record) -> int:

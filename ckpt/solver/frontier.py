@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ckpt.choose_tiles import choose_tiles
 from ckpt.plan import LayerPlan, Plan
 from ckpt.simulate import Simulated, Simulator
 from ckpt.solver.away import Room, input_bytes
@@ -50,6 +51,14 @@ class Candidate:
     simulated: Simulated | None = None
 
     @property
+    def said(self) -> str:
+        """What holds for all layers or for many, in words; "" where each layer is treated by itself."""
+        tiles = self.space.setting.tile_mlp or 1
+        words = [f"loss {self.space.setting.loss}"] if self.space.setting.loss else []
+        words += [f"MLP in {tiles} tiles"] if tiles > 1 else []
+        return ", ".join([*words, *([self.label] if self.segment_size else [])])
+
+    @property
     def num_changes(self) -> int:
         """Places where a layer is treated otherwise than the one before it."""
         return sum(a is not b for a, b in itertools.pairwise(self.options))
@@ -75,8 +84,9 @@ class Frontier:
         self._say = progress or (lambda text: None)
         self._rooms = [room for room in rooms if room.budget_bytes > 0]
         self._settings = settings
+        given = Setting(tile_mlp=given_tiles(simulator, settings))
         self._groups: dict[tuple[Space, int], list[Candidate]] = {}
-        self.space = Space(simulator, Setting(), self.price, self._rooms[0] if self._rooms else None, self._say)
+        self.space = Space(simulator, given, self.price, self._rooms[0] if self._rooms else None, self._say)
 
     @property
     def none(self) -> Simulated:
@@ -91,7 +101,8 @@ class Frontier:
     @cached_property
     def keeps_all(self) -> Candidate:
         """The plan that does nothing."""
-        plan = Plan([LayerPlan(replay=False) for _ in range(self.space.num_layers)], name="auto")
+        layers = [LayerPlan(replay=False) for _ in range(self.space.num_layers)]
+        plan = Plan(layers, name="auto", **self.space.setting.as_given())
         peak = self.none.peak_bytes
         return Candidate(self.space, 0.0, 0, peak, plan, "none", peak_bytes=peak, simulated=self.none)
 
@@ -100,7 +111,7 @@ class Frontier:
         """All spaces, the options of their layers not yet measured."""
         spaces = [self.space]
         for room in self._rooms[1:]:
-            spaces.append(Space(self._simulator, Setting(), self.price, room, self._say))
+            spaces.append(Space(self._simulator, self.space.setting, self.price, room, self._say))
             spaces[-1].full = self.full
         lean = self._lean() if self._settings else None
         return spaces if lean is None else [*spaces, lean]
@@ -109,10 +120,10 @@ class Frontier:
         """Return the space in which loss and MLP need least; None if that is the given one."""
         work = self._simulator.work
         loss = "chunked" if work.loss == "full" else None
-        tiles = _tiles_for(self.space) if work.tile_mlp == 1 else None
+        tiles = _tiles_for(self.space) if (self.space.setting.tile_mlp or work.tile_mlp) == 1 else None
         room = self._rooms[0] if self._rooms else None
         for setting in dict.fromkeys((Setting(loss, tiles), Setting(loss, None))):
-            if setting == Setting():
+            if setting in (Setting(), self.space.setting):
                 continue
             space = Space(self._simulator, setting, self.price, room, self._say)
             try:
@@ -288,6 +299,14 @@ class Frontier:
             candidate.simulated = candidate.space.run(candidate.plan)
             candidate.peak_bytes = candidate.simulated.peak_bytes
         return candidate.peak_bytes
+
+
+def given_tiles(simulator: Simulator, settings: bool) -> int | None:
+    """Return the tiles that tile_mlp="auto" stands for, chosen once: 1 where the plan may choose, else those of a whole
+    replay; None for a number."""
+    if simulator.work.tile_mlp != "auto":
+        return None
+    return 1 if settings else choose_tiles(simulator, "full")
 
 
 def _segments(space: Space, size: int, front: int) -> Plan:

@@ -31,7 +31,7 @@ class Option:
 
     keep: indices of the ops whose outputs are kept. held_bytes: on the device from forward to backward, beside the
     layer's input. cost: of its replay and of waiting for the link, in the unit of the price. flops: of the replay.
-    offload_input, offload_kept: what is held off the device. away_bytes: how much that is, the input included.
+    offload_input, moved: what is held off the device: the input, and which of the kept ops. away_bytes: how much.
     """
 
     keep: frozenset[int]
@@ -41,9 +41,14 @@ class Option:
     replay: bool = True
     ops_run: int = 0
     offload_input: bool = False
-    offload_kept: bool = False
+    moved: frozenset[int] = frozenset()
     away_bytes: int = 0
     stall: float = 0.0
+
+    @property
+    def is_moved_in_part(self) -> bool:
+        """Whether some of the kept ops are held off the device, and others on it."""
+        return bool(self.moved) and self.moved != self.keep
 
 
 @dataclass

@@ -9,6 +9,7 @@ everything; what an option changes of that comes from runs in which every layer 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,7 +139,7 @@ class Space:
         away = []
         if self.room is not None and not record.is_data_dependent:
             away = away_options(options, record, self.price, self.room)
-            most = max(FEWEST_OPTIONS, most - len(away))
+            most = max(FEWEST_OPTIONS, most - len(away) // 2)
         return [*thin([*options, keep_all(record)], most), *away]
 
     # -- peaks
@@ -223,10 +224,12 @@ class Space:
             yield from self._solved(int(budget), None)
         if self.room is not None:
             dearest = sum(c[0].cost for c in self.choices) / max(1, sum(map(input_bytes, self.records)))
-            for share in AWAY_PRICES:
-                bounds = (self.smallest_budget(share * dearest), self.largest_peak)
-                for budget in np.linspace(*bounds, NUM_BUDGETS_AWAY).astype(np.int64):
-                    yield from self._solved(int(budget), share * dearest)
+            # Peaks of plans that move a part of what a layer keeps are estimated less well: others are offered too.
+            ways = (False, True) if any(o.is_moved_in_part for options in self.kept for o in options) else (False,)
+            for share, in_part in itertools.product(AWAY_PRICES, ways):
+                low, high = self.smallest_budget(share * dearest, in_part), self.largest_peak
+                for part in np.linspace(0, 1, NUM_BUDGETS_AWAY) ** 2:  # tight budgets are what offload is for
+                    yield from self._solved(int(low + part * (high - low)), share * dearest, in_part)
         yield from self._by_hand()
 
     @cached_property
@@ -235,9 +238,9 @@ class Space:
         plain = [[k for k, o in enumerate(options) if not o.away_bytes] for options in self.options]
         return max(self.estimate([k[0] for k in plain]), self.estimate([k[-1] for k in plain]))
 
-    def smallest_budget(self, away_price: float | None) -> int:
+    def smallest_budget(self, away_price: float | None, in_part: bool = True) -> int:
         """Return the least budget for which the outer program finds a plan, to within 0.05%."""
-        choices, _ = self._offered(away_price)
+        choices, _ = self._offered(away_price, in_part)
         low, high = self.peaks.elsewhere, self.largest_peak
         while high - low > max(1, high // 2000):
             middle = (low + high) // 2
@@ -247,19 +250,25 @@ class Space:
                 high = middle
         return high
 
-    def _solved(self, budget: int, away_price: float | None) -> Iterator[list[int]]:
-        choices, numbers = self._offered(away_price)
+    def _solved(self, budget: int, away_price: float | None, in_part: bool = True) -> Iterator[list[int]]:
+        choices, numbers = self._offered(away_price, in_part)
         found = solve(choices, self.peaks.loss, budget)
         if found is not None:
             plan = [numbers[i][k] for i, k in enumerate(found)]
             yield self.gathered(plan, budget)
 
-    def _offered(self, away_price: float | None) -> tuple[list[list[Choice]], list[list[int]]]:
-        """Choices of the outer program. away_price: cost of a byte moved beside its stall; None: nothing is moved."""
+    def _offered(self, away_price: float | None, in_part: bool) -> tuple[list[list[Choice]], list[list[int]]]:
+        """Choices of the outer program. away_price: cost of a byte moved beside its stall; None: nothing is moved.
+        in_part: a part of what a layer keeps may be moved."""
         choices, numbers = [], []
         for i, options in enumerate(self.options):
             is_last = i == self.num_layers - 1  # its backward comes at once
-            offered = [k for k, o in enumerate(options) if not o.away_bytes or (away_price is not None and not is_last)]
+            may_move = away_price is not None and not is_last
+            offered = [
+                k
+                for k, o in enumerate(options)
+                if not o.away_bytes or (may_move and (in_part or not o.is_moved_in_part))
+            ]
             numbers.append(offered)
             choices.append([self._priced(self.choices[i][k], options[k], away_price or 0.0) for k in offered])
         return choices, numbers
@@ -303,8 +312,8 @@ class Space:
         for option, record in zip(options, self.records, strict=True):
             decisions: dict[OpKey, Decision] = {}
             if option.replay:
-                what = Decision.OFFLOAD if option.offload_kept else Decision.KEEP
-                decisions = {record.ops[i].key: what for i in sorted(option.keep)}
+                what = {i: Decision.OFFLOAD if i in option.moved else Decision.KEEP for i in sorted(option.keep)}
+                decisions = {record.ops[i].key: decision for i, decision in what.items()}
             layers.append(LayerPlan(replay=option.replay, decisions=decisions, offload_input=option.offload_input))
         moves = any(o.away_bytes for o in options)
         offload = {"target": self.room.target, "directory": self.room.directory} if moves else None
