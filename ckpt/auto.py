@@ -7,6 +7,7 @@ for.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -107,18 +108,26 @@ class Auto:
         from ckpt.solver.frontier import Frontier
 
         simulator = model if isinstance(model, Simulator) else Simulator(model, work)
+        if simulator.work != work:
+            raise ValueError(
+                "auto got a Simulator and another workload than its own; make a Simulator for that workload"
+            )
         if progress is not None and self.objective == "seconds":
             progress(f"seconds are estimated for {self.device_said()}")
         return Frontier(simulator, self.price(), progress, rooms=self.rooms(), settings=not self.bitwise)
 
     def plan_from(self, frontier: Frontier, work: Workload) -> Plan:
-        """Take the best plan under the budget from a frontier that was built before."""
+        """Take the best plan under the budget from a frontier that was built before.
+
+        The plan brings loss and tiles, the workload's too: with others it needs another budget."""
         budget = self.budget_bytes()
         best = frontier.best_within(budget)
         if best is None:
             raise infeasible(self, frontier, work)
-        best.plan.source = self.describe(frontier, best, work)
-        return best.plan
+        loss, tiles = frontier.loss_and_tiles(best)
+        return dataclasses.replace(
+            best.plan, loss=loss, tile_mlp=tiles, source=self.describe(frontier, best, work)
+        )  # fmt: skip
 
     def describe(self, frontier: Frontier, best: Candidate, work: Workload) -> dict:
         """Return what a plan says of its making: budgets, prediction, what binds, where it would change."""
@@ -224,7 +233,7 @@ def binds(frontier: Frontier, best: Candidate, budget_bytes: int) -> str:
 def infeasible(auto: Auto, frontier: Frontier, work: Workload) -> BudgetTooSmall:
     """Say which budget would do, and what would lower it."""
     smallest = frontier.smallest()
-    loss, tiles = smallest.space.setting.loss or work.loss, smallest.space.setting.tile_mlp or work.tile_mlp
+    loss, tiles = frontier.loss_and_tiles(smallest)
     advice = ["raise strategy.budget_gib", "lower seq_len or batch_size"]
     if loss != "chunked":
         advice.append("use loss=chunked")

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from ckpt.plan import LayerPlan, Plan
 
 WHOLE = "layer"
+SETTINGS = ("offload", "loss", "tile_mlp")
 
 
 @dataclass(frozen=True)
 class Change:
-    """layers: in which it is the same. what: an op's key, "layer" or "offload". a, b: in the first and second plan."""
+    """layers: in which it is the same. what: an op's key, "layer", or what holds for all layers: "offload", "loss",
+    "tile_mlp". a, b: in the first and second plan."""
 
     layers: tuple[int, ...]
     what: str
@@ -33,8 +35,9 @@ def diff(a: Plan, b: Plan) -> list[Change]:
             f"the plans are for {len(a.layers)} and {len(b.layers)} decoder layers: only plans of one model compare"
         )
     found: dict[tuple[str, str, str], list[int]] = {}
-    if a.offload != b.offload:
-        found["offload", _target(a), _target(b)] = []
+    for what, one, other in zip(SETTINGS, _settings(a), _settings(b), strict=True):
+        if one != other:
+            found[what, one, other] = []
     for index, (one, other) in enumerate(zip(a.layers, b.layers, strict=True)):
         before, after = _whole(one), _whole(other)
         if before != after:
@@ -47,7 +50,7 @@ def diff(a: Plan, b: Plan) -> list[Change]:
             if pair[0] != pair[1]:
                 found.setdefault((str(key), *pair), []).append(index)
     changes = [Change(tuple(layers), *key) for key, layers in found.items()]
-    return sorted(changes, key=lambda change: change.what not in (WHOLE, "offload"))
+    return sorted(changes, key=lambda change: change.what not in (WHOLE, *SETTINGS))
 
 
 def _whole(layer: LayerPlan) -> str:
@@ -57,5 +60,9 @@ def _whole(layer: LayerPlan) -> str:
     return said + (", input offloaded" if layer.offload_input else "")
 
 
-def _target(plan: Plan) -> str:
-    return "nowhere" if plan.offload is None else str(plan.offload["target"])
+def _settings(plan: Plan) -> tuple[str, ...]:
+    """What holds for all layers, in the order of SETTINGS."""
+    place = "nowhere" if plan.offload is None else str(plan.offload["target"])
+    if plan.offload is not None and plan.offload.get("directory") is not None:
+        place += f", {plan.offload['directory']}"
+    return place, *("as the run says" if value is None else str(value) for value in (plan.loss, plan.tile_mlp))

@@ -279,6 +279,12 @@ class Frontier:
             simulated=space.full,
         )
 
+    def loss_and_tiles(self, candidate: Candidate) -> tuple[str, int]:
+        """Return the loss and the number of tiles of the MLP that the plan is run with."""
+        work, setting = self._simulator.work, candidate.space.setting
+        loss, tiles = setting.loss or work.loss, setting.tile_mlp or work.tile_mlp
+        return loss, choose_tiles(self._simulator, candidate.plan, loss) if tiles == "auto" else tiles
+
     def next_cheaper(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
         """Return the plan that a larger budget would allow next."""
 
