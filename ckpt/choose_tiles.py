@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpt.patching import resolve
+
 if TYPE_CHECKING:
     from ckpt.simulate import Simulator
 
@@ -17,7 +19,11 @@ WORTH = 0.02
 
 def choose_tiles(simulator: Simulator, strategy: Any, loss: str | None = None) -> int:
     """Return the number of tiles, a power of 2, beyond which the predicted peak falls no more; 1 if no MLP can be
-    tiled."""
+    tiled. A plan that brings its own number keeps it."""
+    strategy = resolve(strategy, simulator.model, simulator.work)
+    own = getattr(strategy, "tile_mlp", None)
+    if own is not None:
+        return own
     best, peak = 1, simulator.run(strategy, loss=loss, tile_mlp=1).peak_bytes
     tiles = 2
     while tiles <= min(MOST_TILES, simulator.work.seq_len):

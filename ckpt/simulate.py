@@ -194,15 +194,15 @@ class Simulator:
         loss, tile_mlp: in place of the workload's. Raises ValueError for a strategy that does not fit the model, and
         for a forward that asks for the values of tensors, naming op and line.
         """
-        settings = {"loss": loss or self.work.loss, "tile_mlp": tile_mlp or self.work.tile_mlp}
-        if settings["tile_mlp"] == "auto":
-            settings["tile_mlp"] = 1 if strategy is None else choose_tiles(self, strategy, settings["loss"])
         policy = None
         if strategy is not None:
             if self._as_it_is is not None:
                 self._as_it_is.undo()
                 self._as_it_is = None
             policy = resolve(strategy, self.model, self.work)
+        settings = {"loss": loss or self.work.loss, "tile_mlp": tile_mlp or self.work.tile_mlp}
+        if settings["tile_mlp"] == "auto":
+            settings["tile_mlp"] = 1 if policy is None else choose_tiles(self, policy, settings["loss"])
         chosen = self._choose(policy if self._as_it_is is None else self._as_it_is.policy)
         if chosen is not None:
             try:

@@ -141,6 +141,10 @@ def apply_strategy(cfg: Config, model: nn.Module, foreseen: Foreseen, run: RunDi
     handle = ckpt.apply(
         model, foreseen.strategy, work, loss=cfg.loss, tile_mlp=foreseen.tile_mlp, compile=cfg.compile
     )
+    for key, given in (("loss", cfg.loss), ("tile_mlp", cfg.tile_mlp)):
+        own = getattr(handle.policy, key, None)
+        if own not in (None, given):
+            run.console.say(f"{key}={own}, as the plan was made with, in place of {given}")
     if chosen.name == "none":
         run.console.say("strategy none: every activation is kept; +strategy=selective replays layers, attention kept")
     return handle

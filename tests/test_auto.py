@@ -191,6 +191,33 @@ def test_a_tight_budget_tiles_the_mlp_and_the_plan_brings_its_tiles():
         assert (a - b).norm() <= 1e-6 * b.norm()
 
 
+@pytest.mark.parametrize(("loss", "tiles", "vocab"), [("chunked", 1, 2048), ("full", 4, 64), ("full", "auto", 64)])
+def test_a_plan_brings_the_loss_and_tiles_it_was_made_with(loss, tiles, vocab):
+    config = llama_config(2)
+    config.vocab_size = vocab
+    model, work = LlamaForCausalLM(config).train(), WORK.replace(loss=loss, tile_mlp=tiles)
+    auto = Auto(budget_gib=1, objective="flops", bitwise=True)
+    frontier = auto.frontier(model, work)
+    plan = dataclasses.replace(auto, budget_gib=frontier.none.peak_bytes / GIB).plan_from(frontier, work)
+    assert plan.loss == loss and tiles in (plan.tile_mlp, "auto")
+    assert frontier.none.peak_bytes < Simulator(model, WORK).run("none").peak_bytes  # with full loss, untiled
+    peak, _, _ = step_of(model, Plan.from_dict(plan.to_dict()))  # applied with no word of loss and tiles
+    assert peak == plan.source["predicted_peak_bytes"] <= plan.source["budget_bytes"]
+
+
+def test_plans_of_one_frontier_keep_what_each_says_of_its_making():
+    auto = Auto(budget_gib=1, objective="flops", bitwise=True)
+    frontier = auto.frontier(llama_config(2), WORK)
+    first = auto.plan_from(frontier, WORK)
+    second = dataclasses.replace(auto, budget_gib=2).plan_from(frontier, WORK)
+    assert (first.source["budget_bytes"], second.source["budget_bytes"]) == (GIB, 2 * GIB)
+
+
+def test_a_simulator_of_another_workload_is_refused():
+    with pytest.raises(ValueError, match="another workload than its own"):
+        Auto(budget_gib=1).plan(Simulator(llama_config(2), WORK), WORK.replace(seq_len=128))
+
+
 def test_planning_tells_its_progress_and_what_binds():
     said: list[str] = []
     config = llama_config(2)

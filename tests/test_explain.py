@@ -74,6 +74,18 @@ def test_no_strategy_has_no_plan():
         plan_of(predict(config_of("gpt2"), None, WORK.replace(seq_len=8)))
 
 
+def test_a_diff_names_what_holds_for_all_layers():
+    rows, disk = [ckpt.plan.LayerPlan()], {"target": "disk", "directory": None}
+    plain = ckpt.Plan(rows)
+    for other, told in (
+        (ckpt.Plan(rows, loss="chunked"), ("loss", "as the run says", "chunked")),
+        (ckpt.Plan(rows, tile_mlp=8), ("tile_mlp", "as the run says", "8")),
+        (ckpt.Plan(rows, offload=disk), ("offload", "nowhere", "disk")),
+        (ckpt.Plan(rows, offload=disk | {"directory": "/fast"}), ("offload", "nowhere", "disk, /fast")),
+    ):
+        assert [(c.what, c.a, c.b) for c in diff(plain, other)] == [told]
+
+
 def test_a_diff_names_layers_and_ops_once(selective):
     config = config_of("llama")
     a = plan_of(selective)

@@ -122,7 +122,7 @@ class Frontier:
         loss = "chunked" if work.loss == "full" else None
         tiles = _tiles_for(self.space) if (self.space.setting.tile_mlp or work.tile_mlp) == 1 else None
         room = self._rooms[0] if self._rooms else None
-        for setting in dict.fromkeys((Setting(loss, tiles), Setting(loss, None))):
+        for setting in dict.fromkeys((Setting(loss, tiles), Setting(loss, self.space.setting.tile_mlp))):
             if setting in (Setting(), self.space.setting):
                 continue
             space = Space(self._simulator, setting, self.price, room, self._say)
@@ -280,10 +280,9 @@ class Frontier:
         )
 
     def loss_and_tiles(self, candidate: Candidate) -> tuple[str, int]:
-        """Return the loss and the number of tiles of the MLP that the plan is run with."""
+        """Return the loss and the number of tiles of the MLP that the plan is run with, the workload's included."""
         work, setting = self._simulator.work, candidate.space.setting
-        loss, tiles = setting.loss or work.loss, setting.tile_mlp or work.tile_mlp
-        return loss, choose_tiles(self._simulator, candidate.plan, loss) if tiles == "auto" else tiles
+        return setting.loss or work.loss, setting.tile_mlp or work.tile_mlp
 
     def next_cheaper(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
         """Return the plan that a larger budget would allow next."""
