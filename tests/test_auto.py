@@ -147,7 +147,7 @@ def step_of(model, plan) -> tuple[int, int, list[torch.Tensor]]:
         peaks.append(ledger.peak_bytes)
     away = 0 if handle.store is None else handle.store.peak_bytes
     handle.undo()
-    return max(peaks), away, [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+    return max(peaks), away, [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
 @pytest.mark.slow
@@ -203,6 +203,21 @@ def test_a_plan_brings_the_loss_and_tiles_it_was_made_with(loss, tiles, vocab):
     assert frontier.none.peak_bytes < Simulator(model, WORK).run("none").peak_bytes  # with full loss, untiled
     peak, _, _ = step_of(model, Plan.from_dict(plan.to_dict()))  # applied with no word of loss and tiles
     assert peak == plan.source["predicted_peak_bytes"] <= plan.source["budget_bytes"]
+
+
+@pytest.mark.parametrize("frozen", [1, 2])
+def test_frozen_layers_in_front_are_planned_within_the_budget(frozen):
+    model = LlamaForCausalLM(llama_config(2)).train()
+    for module in (model.model.embed_tokens, *model.model.layers[:frozen]):
+        module.requires_grad_(False)
+    _, _, expected = step_of(model, "none")
+    auto = Auto(budget_gib=1, objective="flops", bitwise=True)
+    frontier = auto.frontier(model, WORK)
+    for budget in (frontier.needed(frontier.smallest()), frontier.none.peak_bytes):
+        plan = dataclasses.replace(auto, budget_gib=budget / GIB).plan_from(frontier, WORK)
+        peak, _, values = step_of(model, plan)
+        assert peak <= budget
+        assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
 
 
 def test_plans_of_one_frontier_keep_what_each_says_of_its_making():

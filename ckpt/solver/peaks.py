@@ -49,17 +49,22 @@ class LayerPeaks:
 
 def spans(trace: Trace, num_layers: int) -> tuple[list[tuple[int, int]], tuple[int, int], list[tuple[int, int]]]:
     """Return where each layer's forward, the head, and each layer's backward lie in a trace's changes (last
-    micro-batch).
+    micro-batch). Layers in front that no gradient reaches, being frozen, have no backward: theirs is the end.
 
     Raises ValueError if the layers do not run one by one, once each."""
     last_batch = max(i for i, mark in enumerate(trace.marks) if mark.kind == "batch")
     marks = trace.marks[last_batch + 1 :]
     forward = [m.position for m in marks if m.kind == "forward"]
-    backward = [m.position for m in marks if m.kind == "backward"][::-1]
+    behind = [m for m in marks if m.kind == "backward"][::-1]
+    frozen = num_layers - len(behind)
+    backward = [m.position for m in behind]
     head = [m.position for m in marks if m.kind == "head"]
     in_order = forward == sorted(forward) and backward == sorted(backward, reverse=True)
-    if len(forward) != num_layers or len(backward) != num_layers or len(head) != 1 or not in_order:
+    one_by_one = in_order and [m.index for m in behind] == list(range(frozen, num_layers))
+    if frozen < 0 or len(forward) != num_layers or len(head) != 1 or not one_by_one:
         raise ValueError("auto: this model's layers do not run one by one, once each; choose another strategy")
+    end = len(trace.total) - 1
     ends = [*forward[1:], head[0]]
-    back = list(zip(backward, [len(trace.total) - 1, *backward[:-1]], strict=True))
+    backward = [end] * frozen + backward
+    back = list(zip(backward, [end, *backward[:-1]], strict=True))
     return list(zip(forward, ends, strict=True)), (head[0], backward[-1]), back
