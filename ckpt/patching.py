@@ -133,12 +133,12 @@ def apply(
     dynamic = (dynamic,) if isinstance(dynamic, str) else tuple(dynamic)
     if compile and strategies.makes_plan(strategy):
         raise ValueError(f"compile=True with strategy {strategy.name}: plans cannot be lowered. Use compile=False.")
+    layers = find_layers(model)
+    _refuse_what_is_there(model, layers)  # before a plan is made, which takes time
     policy = resolve(strategy, model, workload)
     # A plan that was made together with them brings its own.
     loss, tile_mlp = getattr(policy, "loss", None) or loss, getattr(policy, "tile_mlp", None) or tile_mlp
-    layers = find_layers(model)
     inner = unwrapped(model)
-    _refuse_what_is_there(model, layers)
     if tile_mlp == "auto":
         tile_mlp = 1 if compile else tiling.auto_tiles(model, policy, workload, loss)  # compiled layers cannot be tiled
     applied = Applied(inner, policy, len(layers))

@@ -155,8 +155,11 @@ class Plan:
                 "Make the plan again."
             )
         count = data["num_layers"]
-        if not isinstance(count, int) or not 0 < count < 100_000:
+        if not _is_index(count) or not 0 < count < 100_000:
             raise ValueError(f"{where}: num_layers={count!r} is not a number of layers")
+        for key, kind, what in (("layers", list, "a list of groups of layers"), ("source", dict | None, "an object")):
+            if not isinstance(data.get(key), kind):
+                raise ValueError(f"{where}: {key}={data[key]!r} must be {what}")
         layers: list[LayerPlan | None] = [None] * count
         for group in data["layers"]:
             try:
@@ -228,6 +231,8 @@ def _offload_of(data: dict, where: str) -> dict | None:
         return None
     if not isinstance(offload, dict) or offload.get("target") not in ("host", "disk"):
         raise ValueError(f"{where}: offload={offload!r} must name a target, host or disk")
+    if not isinstance(offload.get("directory"), str | None):
+        raise ValueError(f"{where}: offload directory={offload['directory']!r} must be a folder's path, or null")
     return {"target": offload["target"], "directory": offload.get("directory")}
 
 

@@ -263,3 +263,21 @@ def test_random_plans_are_exact_and_keep_what_they_say(seed):
     comparison = exactness.compare(model, plain, lambda m: ckpt.apply(m, plan))
     comparison.raise_if_wrong(f"plan {seed}")
     assert len(comparison.audits[-1].layers) == 2
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"layers": 5}, {"layers": None}, {"source": 5}, {"source": [1]}, {"num_layers": True},
+     {"offload": {"target": "disk", "directory": 5}}],
+)  # fmt: skip
+def test_a_field_of_a_wrong_kind_is_named(field):
+    with pytest.raises(ValueError, match=f"^plan: {next(iter(field))}"):
+        Plan.from_dict(Plan([LayerPlan()]).to_dict() | field)
+
+
+def test_a_strategy_in_force_is_told_before_a_plan_is_made():
+    model = zoo.build("llama")
+    handle = ckpt.apply(model, "full")
+    with pytest.raises(ValueError, match="in force on this model already"):
+        ckpt.apply(model, ckpt.Auto(budget_gib=1e-6), ckpt.Workload(seq_len=8))
+    handle.undo()
