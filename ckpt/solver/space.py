@@ -38,7 +38,7 @@ OPTIONS_OF_ALL_LAYERS = 320
 NUM_BUDGETS = 160
 NUM_BUDGETS_DEEP, DEEP = 64, 16  # from so many layers on
 NUM_BUDGETS_AWAY = 24
-AWAY_PRICES = (0.0, 0.03, 0.1, 0.3)
+AWAY_PRICES = (0.0, 0.03, 0.06, 0.1, 0.3)
 
 
 @dataclass(frozen=True)
@@ -239,10 +239,11 @@ class Space:
         return max(self.estimate([k[0] for k in plain]), self.estimate([k[-1] for k in plain]))
 
     def smallest_budget(self, away_price: float | None, in_part: bool = True) -> int:
-        """Return the least budget for which the outer program finds a plan, to within 0.05%."""
+        """Return the least budget for which the outer program finds a plan, to the byte: people give the budget back
+        that a message named."""
         choices, _ = self._offered(away_price, in_part)
         low, high = self.peaks.elsewhere, self.largest_peak
-        while high - low > max(1, high // 2000):
+        while high - low > 1:
             middle = (low + high) // 2
             if solve(choices, self.peaks.loss, middle) is None:
                 low = middle
