@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -23,6 +24,7 @@ from ckpt.simulate import Simulator
 from ckpt.solver.away import Room, away_options
 from ckpt.solver.inner import inner_frontier
 from ckpt.solver.outer import solve
+from ckpt.solver.peaks import LayerPeaks
 from ckpt.solver.price import FlopsPrice, SecondsPrice
 from ckpt.solver.space import Setting, Space
 from recipes.cli import compose
@@ -218,6 +220,17 @@ def test_frozen_layers_in_front_are_planned_within_the_budget(frozen):
         peak, _, values = step_of(model, plan)
         assert peak <= budget
         assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+
+
+@pytest.mark.parametrize("frozen", [0, 3])
+def test_peaks_by_layer_are_the_same_where_one_layer_is_run_for_many(frozen):
+    model = LlamaForCausalLM(llama_config(10)).train()
+    for module in (model.model.embed_tokens, *model.model.layers[:frozen]):
+        module.requires_grad_(frozen == 0)
+    whole, reduced = (Simulator(model, WORK, reduce=reduce).run("full") for reduce in (False, True))
+    assert reduced.num_layers_run < whole.num_layers_run == 10
+    for name, value in vars(LayerPeaks.of(whole)).items():
+        assert np.array_equal(value, getattr(LayerPeaks.of(reduced), name)), name
 
 
 def test_plans_of_one_frontier_keep_what_each_says_of_its_making():

@@ -54,13 +54,14 @@ def spans(trace: Trace, num_layers: int) -> tuple[list[tuple[int, int]], tuple[i
     Raises ValueError if the layers do not run one by one, once each."""
     last_batch = max(i for i, mark in enumerate(trace.marks) if mark.kind == "batch")
     marks = trace.marks[last_batch + 1 :]
-    forward = [m.position for m in marks if m.kind == "forward"]
-    behind = [m for m in marks if m.kind == "backward"][::-1]
+    front, behind = ([m for m in marks if m.kind == kind] for kind in ("forward", "backward"))
+    behind.reverse()
     frozen = num_layers - len(behind)
-    backward = [m.position for m in behind]
+    forward, backward = ([m.position for m in found] for found in (front, behind))
     head = [m.position for m in marks if m.kind == "head"]
     in_order = forward == sorted(forward) and backward == sorted(backward, reverse=True)
-    one_by_one = in_order and [m.index for m in behind] == list(range(frozen, num_layers))
+    # Layers that were run for many have one number for all, in both directions.
+    one_by_one = in_order and [m.index for m in behind] == [m.index for m in front][frozen:]
     if frozen < 0 or len(forward) != num_layers or len(head) != 1 or not one_by_one:
         raise ValueError("auto: this model's layers do not run one by one, once each; choose another strategy")
     end = len(trace.total) - 1
