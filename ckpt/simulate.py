@@ -200,7 +200,8 @@ class Simulator:
                 self._as_it_is.undo()
                 self._as_it_is = None
             policy = resolve(strategy, self.model, self.work)
-        settings = {"loss": loss or self.work.loss, "tile_mlp": tile_mlp or self.work.tile_mlp}
+        asked = {"loss": loss or self.work.loss, "tile_mlp": tile_mlp or self.work.tile_mlp}
+        settings = {name: getattr(policy, name, None) or value for name, value in asked.items()}  # as `apply` does
         if settings["tile_mlp"] == "auto":
             settings["tile_mlp"] = 1 if policy is None else choose_tiles(self, policy, settings["loss"])
         chosen = self._choose(policy if self._as_it_is is None else self._as_it_is.policy)

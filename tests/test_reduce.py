@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckpt
 from ckpt.layers import find_layers
+from ckpt.plan import LayerPlan, Plan
 from ckpt.reduce import structure_keys
 from ckpt.simulate import Simulator
 from ckpt.strategies import KeepPolicy, LayerPolicy
@@ -111,3 +112,10 @@ def test_figures_are_those_of_all_layers_run(change, strategy, is_reduced):
     change(model.model.layers)
     (reduced, num_layers_run), (whole, _) = (figures(model, strategy, reduce) for reduce in (True, False))
     assert reduced == whole and (num_layers_run < NUM_LAYERS) == is_reduced
+
+
+def test_a_plan_brings_its_loss_and_tiles_where_equal_layers_are_run_once():
+    plan = Plan([LayerPlan() for _ in range(NUM_LAYERS)], loss="chunked", tile_mlp=4)
+    (reduced, num_layers_run), (whole, _) = (figures(model_of(), plan, reduce) for reduce in (True, False))
+    assert reduced == whole and num_layers_run < NUM_LAYERS
+    assert reduced != figures(model_of(), Plan([LayerPlan() for _ in range(NUM_LAYERS)]), True)[0]
