@@ -42,6 +42,8 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("offload", {}),
     ("auto", {}),  # budget and hardware: the device's
 )
+MOST_PLANS = 4
+"""Budgets that `auto` is given, each less what the plan before it was over."""
 _CONTAINED = ("none", "every_n", "full")
 """Strategies that are among `auto`'s plans by themselves."""
 
@@ -120,16 +122,26 @@ def _row(
 def _auto_row(others: Sequence[Row], simulator: Simulator, device: Device, say: Say) -> Row:
     """Plan for the device's memory, as `+strategy=auto` does, less what only its kernels and allocator take."""
     known = [row for row in others if row.prediction is not None]
-    taken = max((row.prediction.device_only_bytes for row in known), default=0)
-    fields: dict[str, Any] = {"budget_gib": math.floor((device.usable_bytes - taken) / GIB * 1000) / 1000}
-    if device.name in DEVICES:
-        fields["hardware"] = device.name
-    plan = strategies.make("auto", **fields).plan(simulator, simulator.work, progress=lambda text: say(f"auto: {text}"))
-    work, prediction = predicted(simulator, plan, device)
+    room = device.usable_bytes
+    fields: dict[str, Any] = {"hardware": device.name} if device.name in DEVICES else {}
+    frontier = strategies.make("auto", **_within(room), **fields).frontier(
+        simulator, simulator.work, progress=lambda text: say(f"auto: {text}")
+    )
+    for _ in range(MOST_PLANS):
+        given = {**_within(room), **fields}
+        plan = strategies.make("auto", **given).plan_from(frontier, simulator.work)
+        work, prediction = predicted(simulator, plan, device)
+        if prediction.fits:
+            break
+        room += prediction.margin_bytes  # what the device takes beside live bytes is known once there is a plan
     lengths = [row.longest_tokens for row in known if row.label.split()[0] in _CONTAINED]
     tokens = max((n for n in lengths if n is not None), default=None)
-    words = words_of("auto", fields)
+    words = words_of("auto", given)
     return Row("auto", words, prediction, tokens, tile_mlp=work.tile_mlp, is_at_least=True)
+
+
+def _within(num_bytes: int) -> dict[str, float]:
+    return {"budget_gib": math.floor(num_bytes / GIB * 1000) / 1000}
 
 
 def predicted(simulator: Simulator, strategy: Any, device: Device) -> tuple[Workload, Prediction]:
