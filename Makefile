@@ -66,7 +66,7 @@ compat: $(COMPAT:%=compat-%)
 compat-%:
 	test -x .venv-torch-$*/bin/python || $(PYTHON) -m venv .venv-torch-$*
 	grep -vE '^(torch|setuptools)==' constraints.txt > .venv-torch-$*/constraints.txt
-	PIP_CONSTRAINT=.venv-torch-$*/constraints.txt .venv-torch-$*/bin/python -m pip install --quiet setuptools
+	PIP_CONSTRAINT=.venv-torch-$*/constraints.txt .venv-torch-$*/bin/python -m pip install --quiet 'setuptools>=77,<82'
 	PIP_CONSTRAINT=.venv-torch-$*/constraints.txt .venv-torch-$*/bin/python -m pip install --quiet \
 	    --no-build-isolation --editable '.[dev]' 'torch==$*'
 	.venv-torch-$*/bin/python -m pytest -n 2 --dist worksteal $(ARGS)

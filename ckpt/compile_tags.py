@@ -2,7 +2,7 @@
 
 The saved-tensor hooks of the eager engine mean nothing to a compiler; it takes a tag on each node of the forward
 graph instead: save, or run again in backward. Tags are set while the layer is traced, by the policy function of torch's
-selective contexts (torch 2.10 to 2.13 read what it returns as tags when they compile, and use no context at run time).
+selective contexts (torch 2.11 to 2.14 read what it returns as tags when they compile, and use no context at run time).
 Owns the view of a traced op that a policy decides on. Knows no layer and no model.
 
     tags = Tags(policy); checkpoint(function, *args, use_reentrant=False, context_fn=tags.contexts)
@@ -82,7 +82,7 @@ class _Tagger:
         path, name = _module_path(), canonical_op(func)
         key = OpKey(path, name, self._calls[path, name])
         self._calls[path, name] += 1
-        op = _op_of(key, func, args, kwargs, context.op_output)
+        op = _op_of(key, func, args, kwargs, context)
         keep = bool(op.num_bytes) and self._tags.decide(op) is Decision.KEEP
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
 
@@ -97,10 +97,14 @@ def _module_path() -> str:
     return canonical_path(re.sub(r"^L\[['\"]self['\"]\]\.?", "", name))
 
 
-def _op_of(key: OpKey, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> Op:
+def _op_of(key: OpKey, func: Any, args: tuple, kwargs: Mapping[str, Any], context: Any) -> Op:
     """Describe a traced op. Sizes that vary count with the value they have in this trace; reading it sets no guard."""
     with _disable_current_modes():  # else these stand-ins would become nodes of the graph
-        args, kwargs, out = (tree_map_only(Tensor, _stand_in, tree) for tree in (args, dict(kwargs), out))
+        args, kwargs = (tree_map_only(Tensor, _stand_in, tree) for tree in (args, dict(kwargs)))
+        if hasattr(context, "op_output"):
+            out = tree_map_only(Tensor, _stand_in, context.op_output)
+        else:  # torch 2.11 asks before it runs the op
+            out = func(*args, **kwargs)
         leaves = list(out) if isinstance(out, (tuple, list)) else [out]
         outputs = tuple(TensorMeta.of(t, i) if isinstance(t, Tensor) else None for i, t in enumerate(leaves))
         made = () if _returns_alias(func) else tuple(i for i, meta in enumerate(outputs) if meta is not None)
