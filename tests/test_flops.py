@@ -133,7 +133,7 @@ def test_full_flash_counts_what_torch_counts_for_cuda_flash():
     q, k, v = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 24, 8), torch.randn(2, 2, 24, 8)
     formula = torch.utils.flop_counter.flop_registry[aten._scaled_dot_product_flash_attention]
     flash = aten._scaled_dot_product_flash_attention_for_cpu.default
-    # Heads of keys and values that serve several queries' are computed once for each; torch 2.11's formulas want them so.
+    # A head of keys and values that serves several queries counts for each; torch 2.11 wants it repeated.
     each_k, each_v = (t.repeat_interleave(2, dim=1) for t in (k, v))
     assert op_flops(flash, (q, k, v), {}, None) == formula(q, each_k, each_v)
     backward = torch.utils.flop_counter.flop_registry[aten._scaled_dot_product_flash_attention_backward]

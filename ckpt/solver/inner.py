@@ -15,6 +15,7 @@ import heapq
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ckpt.engine.program import Program, build_program
 from ckpt.engine.record import Record
@@ -58,17 +59,29 @@ class Pricing:
     record: Record
     price: Price
     _known: dict[frozenset[int], Option] = field(default_factory=dict)
+    _runs: dict[int, frozenset[int]] = field(default_factory=dict)  # by op that is kept alone
+
+    @cached_property
+    def _costs(self) -> list[float]:
+        return [self.price(op, self.record) for op in self.record.ops]
+
+    def runs(self, keep: int) -> frozenset[int]:
+        """Return the indices of the ops that replays run where the output of one op is kept."""
+        self.option([keep])
+        return self._runs[keep]
 
     def option(self, keep: Iterable[int]) -> Option:
         keep = frozenset(keep)
         found = self._known.get(keep)
         if found is None:
             program = build_program(self.record, dict.fromkeys(keep, Decision.KEEP), to_run=False)
-            held = program.kept_ops
+            held, runs = program.kept_ops, ops_run(program)
+            if len(keep) == 1:
+                self._runs[next(iter(keep))] = frozenset(runs)
             found = Option(
                 keep=frozenset(i for i in keep if i in held),  # what nobody needs is not worth a decision
                 held_bytes=program.kept_bytes,
-                cost=sum(self.price(self.record.ops[i], self.record) for i in ops_run(program)),
+                cost=sum(map(self._costs.__getitem__, runs)),
                 flops=program.replay_flops,
                 ops_run=program.ops_run,
             )
@@ -150,7 +163,7 @@ def _candidates(record: Record, pricing: Pricing, base: Option) -> list[int]:
         rivals = [
             j for j in by_flops[spared] if j in saved and j > i and record.ops[j].num_bytes <= record.ops[i].num_bytes
         ]
-        if spared == 0 or not any(pricing.option([i, j]).flops == pricing.option([j]).flops for j in rivals):
+        if spared == 0 or all(i in pricing.runs(j) for j in rivals):
             chosen.append(i)
     return chosen
 
