@@ -24,7 +24,7 @@ from ckpt.simulate import Simulator
 from ckpt.solver.away import Room, away_options
 from ckpt.solver.inner import inner_frontier
 from ckpt.solver.outer import solve
-from ckpt.solver.peaks import LayerPeaks
+from ckpt.solver.peaks import LayerPeaks, spans
 from ckpt.solver.price import FlopsPrice, SecondsPrice
 from ckpt.solver.space import Setting, Space
 from recipes.cli import compose
@@ -231,6 +231,24 @@ def test_peaks_by_layer_are_the_same_where_one_layer_is_run_for_many(frozen):
     assert reduced.num_layers_run < whole.num_layers_run == 10
     for name, value in vars(LayerPeaks.of(whole)).items():
         assert np.array_equal(value, getattr(LayerPeaks.of(reduced), name)), name
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_peaks_by_layer_count_the_step_that_records(accum):
+    work = dataclasses.replace(WORK, grad_accum=accum)
+    ran = Simulator(llama_config(), work, reduce=False).run("full")
+    peaks = LayerPeaks.of(ran)
+    later = LayerPeaks.of(dataclasses.replace(ran, first=ran.steady))
+    assert np.array_equal(peaks.held, later.held)
+    if accum == 1:  # else gradients, which stand from the second micro-batch on, outweigh what recording holds
+        assert (peaks.forward > later.forward).all()
+        before = np.concatenate([[0], np.cumsum(peaks.held)[:-1]])
+        forward = ran.first.total[: spans(ran.first, ran.num_layers)[1][0]]
+        assert (peaks.forward + before).max() == forward.max()
+    most = [peaks.elsewhere, peaks.held.sum() + peaks.loss]
+    for i, needs in enumerate(np.maximum(peaks.forward, peaks.backward)):
+        most.append(needs + peaks.held[:i].sum())
+    assert max(most) == ran.peak_bytes
 
 
 def test_plans_of_one_frontier_keep_what_each_says_of_its_making():
