@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ckpt.hardware import Device
     from ckpt.plan import Plan
     from ckpt.solver.away import Room
-    from ckpt.solver.frontier import Candidate, Frontier
+    from ckpt.solver.candidate import Candidate
+    from ckpt.solver.frontier import Frontier
     from ckpt.solver.price import Price
     from ckpt.workload import Workload
 

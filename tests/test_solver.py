@@ -157,7 +157,7 @@ def test_floors_lie_below_what_was_run(settings):
 @pytest.mark.parametrize("bitwise", [True, False])
 def test_the_smallest_plan_is_that_of_all_plans_run(bitwise):
     frontier = Auto(budget_gib=1, objective="flops", bitwise=bitwise).frontier(llama_config(4), WORK)
-    every = [*frontier.candidates, *(frontier.groups(space, 2)[-1] for space in frontier.spaces)]
+    every = [*frontier.candidates, *(frontier.segmented.groups(space, 2)[-1] for space in frontier.spaces)]
     assert frontier.needed(frontier.smallest()) == min(map(frontier.needed, every))
 
 
@@ -198,7 +198,7 @@ def test_plans_with_segments_in_front_lie_between_replayed_layers_and_segments_a
     work = WORK.replace(seq_len=4096)  # so that inputs weigh more than gradients
     frontier = Auto(budget_gib=1, objective="flops", bitwise=True).frontier(llama_config(16), work)
     space = frontier.space
-    *some, whole = frontier.groups(space, 2)
+    *some, whole = frontier.segmented.groups(space, 2)
     ran = whole.simulated
     assert len(some) == 7 and ran.peak_bytes < space.full.peak_bytes
     assert [c.cost for c in some] == sorted(c.cost for c in some) and some[-1].cost < whole.cost

@@ -13,55 +13,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 from ckpt.choose_tiles import choose_tiles
 from ckpt.plan import LayerPlan, Plan
 from ckpt.simulate import Simulated, Simulator
 from ckpt.solver.away import Room, input_bytes
-from ckpt.solver.floors import floor_of_layers, floor_of_segments
-from ckpt.solver.inner import Option
+from ckpt.solver.candidate import Candidate
+from ckpt.solver.floors import floor_of_layers
 from ckpt.solver.price import FlopsPrice, Price
+from ckpt.solver.segmented import Segmented
+from ckpt.solver.solutions import solutions
 from ckpt.solver.space import Setting, Space
 
-# Layers a segment, where nothing else fits; plans with so many layers in segments, from few to all.
-SEGMENT_SIZES = (2, 4, 8)
-NUM_SEGMENTED = 8
 MOST_TILES = 64
-
-
-@dataclass(eq=False)
-class Candidate:
-    """A whole plan. cost: beyond a step that keeps everything, in the unit of the price. estimate: of its peak, in
-    bytes. peak_bytes: of its run on fake tensors, once it was run."""
-
-    space: Space
-    cost: float
-    flops: int
-    estimate: int
-    plan: Plan
-    label: str
-    options: tuple[Option, ...] = ()  # by layer
-    away_bytes: int = 0
-    stall: float = 0.0
-    segment_size: int = 0
-    peak_bytes: int | None = None
-    simulated: Simulated | None = None
-
-    @property
-    def said(self) -> str:
-        """What holds for all layers or for many, in words; "" where each layer is treated by itself."""
-        tiles = self.space.setting.tile_mlp or 1
-        words = [f"loss {self.space.setting.loss}"] if self.space.setting.loss else []
-        words += [f"MLP in {tiles} tiles"] if tiles > 1 else []
-        return ", ".join([*words, *([self.label] if self.segment_size else [])])
-
-    @property
-    def num_changes(self) -> int:
-        """Places where a layer is treated otherwise than the one before it."""
-        return sum(a is not b for a, b in itertools.pairwise(self.options))
 
 
 class Frontier:
@@ -85,7 +51,7 @@ class Frontier:
         self._rooms = [room for room in rooms if room.budget_bytes > 0]
         self._settings = settings
         given = Setting(tile_mlp=given_tiles(simulator, settings))
-        self._groups: dict[tuple[Space, int], list[Candidate]] = {}
+        self._wholes: dict[Space, Candidate] = {}
         self.space = Space(simulator, given, self.price, self._rooms[0] if self._rooms else None, self._say)
 
     @property
@@ -141,7 +107,7 @@ class Frontier:
         for space in self.spaces:
             more, flops = self._more(space)
             seen = set()
-            for numbers in space.solutions():
+            for numbers in solutions(space):
                 if tuple(numbers) not in seen:
                     seen.add(tuple(numbers))
                     found.append(self._candidate(space, numbers, more, flops))
@@ -178,66 +144,17 @@ class Frontier:
             fitting = (c for c in self.candidates if c.estimate <= budget_bytes and self.fits(c, budget_bytes))
             by_layer = next(fitting, None)
         cost = math.inf if by_layer is None else by_layer.cost
-        in_segments = (c for c in self.segmented(budget_bytes, cost) if self.fits(c, budget_bytes))
+        in_segments = (c for c in self.segmented.below(budget_bytes, cost) if self.fits(c, budget_bytes))
         return next(in_segments, by_layer)
+
+    @cached_property
+    def segmented(self) -> Segmented:
+        """Plans in which layers in front share one input in groups."""
+        return Segmented(self.spaces, self._whole, self.price, self._say)
 
     @cached_property
     def _layers_floor(self) -> int:
         return min(floor_of_layers(space) for space in self.spaces)
-
-    @cached_property
-    def _segment_floors(self) -> list[tuple[int, Space, int]]:
-        """Spaces and sizes of segments, by what they need at least."""
-        sizes = [(space, size) for space in self.spaces for size in SEGMENT_SIZES if size < space.num_layers]
-        return sorted(((floor_of_segments(*pair), *pair) for pair in sizes), key=lambda row: row[0])
-
-    def segmented(self, budget_bytes: int, below_cost: float) -> list[Candidate]:
-        """Return plans below a cost, by rising cost, in which the layers in front share one input in groups.
-
-        They cost more than replaying every layer of their space, and hold less: groups are run only where that costs
-        less than what was found, and where their floor is within the budget.
-        """
-        found: list[Candidate] = []
-        for floor, space, size in self._segment_floors:
-            if floor <= budget_bytes and self._cost_of_replaying(space) < below_cost * (1 - 1e-9):
-                group = self.groups(space, size)
-                if group[-1].estimate <= budget_bytes:  # else all of them need more: nothing lies below that
-                    found += [c for c in group if c.estimate <= budget_bytes and c.cost < below_cost]
-        return sorted(found, key=lambda c: (c.cost, c.estimate))
-
-    def groups(self, space: Space, size: int) -> list[Candidate]:
-        """Return plans with segments of `size` in ever more layers.
-
-        All layers in groups are run; fewer of them lie, in bytes and cost, between that and replaying layer by layer.
-        """
-        if (space, size) not in self._groups:
-            self._say(f"trying segments of {size} layers{space.setting}")
-            ran = space.run(_segments(space, size, space.num_layers))
-            self._groups[space, size] = list(self._from_few_to_all(space, size, ran))
-        return self._groups[space, size]
-
-    def _from_few_to_all(self, space: Space, size: int, ran: Simulated) -> Iterator[Candidate]:
-        ends = [(s.peak_bytes, self.price.of_step(s.steady.rows), s.steady.flops()) for s in (space.full, ran)]
-        step = -(-space.num_layers // (size * NUM_SEGMENTED)) * size
-        for front in sorted({*range(step, space.num_layers, step), space.num_layers}):
-            share = front / space.num_layers
-            (peak, _, flops), (more_peak, more_cost, more_flops) = ends[0], (b - a for a, b in zip(*ends, strict=True))
-            is_run = front == space.num_layers
-            yield Candidate(
-                space=space,
-                cost=self._cost_of_replaying(space) + share * more_cost,
-                flops=round(flops + share * more_flops) - self.none.steady.flops(),
-                estimate=round(peak + share * more_peak),
-                plan=_segments(space, size, front),
-                label=f"segments of {size} layers" + ("" if is_run else f" in the first {front}"),
-                segment_size=size,
-                peak_bytes=ran.peak_bytes if is_run else None,
-                simulated=ran if is_run else None,
-            )
-
-    def _cost_of_replaying(self, space: Space) -> float:
-        """Cost of the plan that replays every layer of a space, as `candidates` counts it."""
-        return self._more(space)[0] + sum(options[0].cost for options in space.options)
 
     def fits(self, candidate: Candidate, budget_bytes: int) -> bool:
         """Whether the plan's run on fake tensors stays within the budgets of device, host and disk."""
@@ -251,9 +168,9 @@ class Frontier:
     def smallest(self) -> Candidate:
         """Return the plan that the least budget allows, looking only where there can be one."""
         least = min([self.keeps_all, *map(self._whole, self.spaces)], key=self.needed)
-        for floor, space, size in self._segment_floors:
+        for floor, space, size in self.segmented.floors:
             if floor < self.needed(least):
-                least = min(least, self.groups(space, size)[-1], key=self.needed)
+                least = min(least, self.segmented.groups(space, size)[-1], key=self.needed)
         if self.needed(least) <= self._layers_floor:
             return least
         allowed = [c for c in self.candidates if not c.away_bytes or c.away_bytes <= c.space.room.budget_bytes]
@@ -268,16 +185,18 @@ class Frontier:
 
     def _whole(self, space: Space) -> Candidate:
         """The plan that replays every layer."""
-        return Candidate(
-            space=space,
-            cost=self._cost_of_replaying(space),
-            flops=space.full.steady.flops() - self.none.steady.flops(),
-            estimate=space.full.peak_bytes,
-            plan=Plan([LayerPlan() for _ in range(space.num_layers)], name="auto", **space.setting.as_given()),
-            label="every layer replayed",
-            peak_bytes=space.full.peak_bytes,
-            simulated=space.full,
-        )
+        if space not in self._wholes:
+            self._wholes[space] = Candidate(
+                space=space,
+                cost=self._more(space)[0] + sum(options[0].cost for options in space.options),
+                flops=space.full.steady.flops() - self.none.steady.flops(),
+                estimate=space.full.peak_bytes,
+                plan=Plan([LayerPlan() for _ in range(space.num_layers)], name="auto", **space.setting.as_given()),
+                label="every layer replayed",
+                peak_bytes=space.full.peak_bytes,
+                simulated=space.full,
+            )
+        return self._wholes[space]
 
     def loss_and_tiles(self, candidate: Candidate) -> tuple[str, int]:
         """Return the loss and the number of tiles of the MLP that the plan is run with, the workload's included."""
@@ -291,10 +210,10 @@ class Frontier:
             cheaper = (c for c in offered if c.cost < candidate.cost and c.estimate > budget_bytes)
             return min(cheaper, key=lambda c: c.estimate, default=None)
 
-        found = following(itertools.chain(self.candidates, *self._groups.values()))
-        for floor, space, size in self._segment_floors:  # smaller segments cost less
+        found = following(itertools.chain(self.candidates, self.segmented.known))
+        for floor, space, size in self.segmented.floors:  # smaller segments cost less
             if size < candidate.segment_size and floor < (math.inf if found is None else found.estimate):
-                found = following(filter(None, (found, *self.groups(space, size))))
+                found = following(filter(None, (found, *self.segmented.groups(space, size))))
         return found
 
     def peak_of(self, candidate: Candidate) -> int:
@@ -312,12 +231,6 @@ def given_tiles(simulator: Simulator, settings: bool) -> int | None:
     if simulator.work.tile_mlp != "auto":
         return None
     return 1 if settings else choose_tiles(simulator, "full")
-
-
-def _segments(space: Space, size: int, front: int) -> Plan:
-    """Return the plan with segments in the first `front` layers; the others hold their own inputs."""
-    layers = [LayerPlan(True, i // size, "replay") if i < front else LayerPlan() for i in range(space.num_layers)]
-    return Plan(layers, name="auto", **space.setting.as_given())
 
 
 def _tiles_for(space: Space) -> int:

@@ -4,13 +4,12 @@ Peaks by layer and option are measured, not modelled: what a layer adds to the o
 everything; what an option changes of that comes from runs in which every layer has another option.
 
     space = Space(simulator, Setting(), price)
-    for options in space.solutions(): space.estimate(options)
+    space.estimate([0] * space.num_layers)    # every layer replayed
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +21,7 @@ from ckpt.plan import Decision, LayerPlan, Plan
 from ckpt.simulate import Simulated, Simulator
 from ckpt.solver.away import Room, away_options, input_bytes
 from ckpt.solver.inner import Option, inner_frontier, keep_all, thin
-from ckpt.solver.outer import Choice, solve
+from ckpt.solver.outer import Choice
 from ckpt.solver.peaks import LayerPeaks
 from ckpt.solver.price import Price
 
@@ -34,11 +33,6 @@ MEASURED_ROUNDS = 6
 # layers is not.
 FEWEST_OPTIONS, MOST_OPTIONS = 6, 48
 OPTIONS_OF_ALL_LAYERS = 320
-# Budgets at which the outer program is solved: without and with offload, there for each price of a byte moved.
-NUM_BUDGETS = 160
-NUM_BUDGETS_DEEP, DEEP = 64, 16  # from so many layers on
-NUM_BUDGETS_AWAY = 24
-AWAY_PRICES = (0.0, 0.03, 0.06, 0.1, 0.3)
 
 
 @dataclass(frozen=True)
@@ -71,19 +65,19 @@ class Space:
         say: Callable[[str], None] = lambda text: None,
     ):
         self.setting, self.price, self.room = setting, price, room
-        self._simulator, self._say = simulator, say
+        self._simulator, self.say = simulator, say
         self.num_layers = len(simulator.layers)
 
     @cached_property
     def none(self) -> Simulated:
         """Two steps that keep everything."""
-        self._say(f"keeping everything on fake tensors{self.setting}")
+        self.say(f"keeping everything on fake tensors{self.setting}")
         return self.run("none")
 
     @cached_property
     def full(self) -> Simulated:
         """Two steps that replay every layer."""
-        self._say(f"replaying every layer on fake tensors{self.setting}")
+        self.say(f"replaying every layer on fake tensors{self.setting}")
         return self.run("full")
 
     def without_replays(self) -> tuple[float, int]:
@@ -126,7 +120,7 @@ class Space:
         return self._simulator.run(strategy, **self.setting.as_given())
 
     def _options_of(self, record: Record, can_be_measured: int) -> list[Option]:
-        self._say(f"pricing what a kind of layer can keep ({len(record.ops)} ops)")
+        self.say(f"pricing what a kind of layer can keep ({len(record.ops)} ops)")
         options = [] if record.is_data_dependent else inner_frontier(record, self.price)
         if not options:
             options = [
@@ -160,7 +154,7 @@ class Space:
             rounds = max(-(-len(todo) // len(places[kind])) for kind, todo in enumerate(wanted))
             for turn in range(rounds):
                 what = "sent away" if moves else "held"
-                self._say(f"measuring options with tensors {what} ({turn + 1} of {rounds})")
+                self.say(f"measuring options with tensors {what} ({turn + 1} of {rounds})")
                 picked = [0] * self.num_layers
                 for kind, layers in places.items():
                     for layer in layers:
@@ -214,98 +208,6 @@ class Space:
 
     # -- plans
     # ------------------------------------------------------------------------------------------------------------
-
-    def solutions(self) -> Iterator[list[int]]:
-        """Solve the outer program at a row of budgets, and yield uniform plans beside."""
-        bounds = (self.smallest_budget(None), self.largest_peak)
-        self._say("solving for the layers")
-        number = NUM_BUDGETS if self.num_layers < DEEP else NUM_BUDGETS_DEEP
-        for budget in np.linspace(*bounds, number).astype(np.int64):
-            yield from self._solved(int(budget), None)
-        if self.room is not None:
-            dearest = sum(c[0].cost for c in self.choices) / max(1, sum(map(input_bytes, self.records)))
-            # Peaks of plans that move a part of what a layer keeps are estimated less well: others are offered too.
-            ways = (False, True) if any(o.is_moved_in_part for options in self.kept for o in options) else (False,)
-            for share, in_part in itertools.product(AWAY_PRICES, ways):
-                low, high = self.smallest_budget(share * dearest, in_part), self.largest_peak
-                for part in np.linspace(0, 1, NUM_BUDGETS_AWAY) ** 2:  # tight budgets are what offload is for
-                    yield from self._solved(int(low + part * (high - low)), share * dearest, in_part)
-        yield from self._by_hand()
-
-    @cached_property
-    def largest_peak(self) -> int:
-        """The most that a plan can need: every layer replayed, or every one left to autograd."""
-        plain = [[k for k, o in enumerate(options) if not o.away_bytes] for options in self.options]
-        return max(self.estimate([k[0] for k in plain]), self.estimate([k[-1] for k in plain]))
-
-    def smallest_budget(self, away_price: float | None, in_part: bool = True) -> int:
-        """Return the least budget for which the outer program finds a plan, to the byte: people give the budget back
-        that a message named."""
-        choices, _ = self._offered(away_price, in_part)
-        low, high = self.peaks.elsewhere, self.largest_peak
-        while high - low > 1:
-            middle = (low + high) // 2
-            if solve(choices, self.peaks.loss, middle) is None:
-                low = middle
-            else:
-                high = middle
-        return high
-
-    def _solved(self, budget: int, away_price: float | None, in_part: bool = True) -> Iterator[list[int]]:
-        choices, numbers = self._offered(away_price, in_part)
-        found = solve(choices, self.peaks.loss, budget)
-        if found is not None:
-            plan = [numbers[i][k] for i, k in enumerate(found)]
-            yield self.gathered(plan, budget)
-
-    def _offered(self, away_price: float | None, in_part: bool) -> tuple[list[list[Choice]], list[list[int]]]:
-        """Choices of the outer program. away_price: cost of a byte moved beside its stall; None: nothing is moved.
-        in_part: a part of what a layer keeps may be moved."""
-        choices, numbers = [], []
-        for i, options in enumerate(self.options):
-            is_last = i == self.num_layers - 1  # its backward comes at once
-            may_move = away_price is not None and not is_last
-            offered = [
-                k
-                for k, o in enumerate(options)
-                if not o.away_bytes or (may_move and (in_part or not o.is_moved_in_part))
-            ]
-            numbers.append(offered)
-            choices.append([self._priced(self.choices[i][k], options[k], away_price or 0.0) for k in offered])
-        return choices, numbers
-
-    def _priced(self, choice: Choice, option: Option, away_price: float) -> Choice:
-        if not option.away_bytes or not away_price:
-            return choice
-        return Choice(choice.held, choice.forward, choice.backward, choice.cost + away_price * option.away_bytes)
-
-    def gathered(self, plan: list[int], budget: int) -> list[int]:
-        """Put equal options side by side where that still fits, those that hold least in front, else those that need
-        most: such a plan is easier to read, and its dry run runs equal layers once."""
-        limit = max(budget, self.estimate(plan))
-        for order in (lambda c: (c.held, -c.backward), lambda c: (-c.backward, c.held)):
-            gathered = list(plan)
-            for kind in range(len(self.kept)):
-                layers = [i for i, k in enumerate(self.kinds) if k == kind]
-                free = [i for i in layers if not (i == self.num_layers - 1 and self.room is not None)]
-                known = self.choices[layers[0]]
-                ordered = sorted((plan[i] for i in free), key=lambda k: (*order(known[k]), k))
-                for i, k in zip(free, ordered, strict=True):
-                    gathered[i] = k
-            if self.estimate(gathered) <= limit:
-                return gathered
-        return plan
-
-    def _by_hand(self) -> Iterator[list[int]]:
-        """Uniform plans, and those that leave every n-th layer to be replayed."""
-        plain = [[k for k, o in enumerate(options) if not o.away_bytes] for options in self.options]
-        last = [options[-1] for options in plain]
-        yield [0] * self.num_layers
-        yield last
-        for n in (2, 3, 4):
-            yield [0 if i % n == 0 else last[i] for i in range(self.num_layers)]
-        for depth in range(1, max(map(len, plain))):
-            yield [options[min(depth, len(options) - 1)] for options in plain]
 
     def plan(self, options: Sequence[Option]) -> Plan:
         """Return the plan that gives each layer its option."""
