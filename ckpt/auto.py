@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -69,15 +70,13 @@ class Auto:
             ("budget_gib", self.budget_gib, math.inf),
             ("budget_fraction", self.budget_fraction, 1.0),
         ):
-            bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
-            if value is not None and (bad or not 0 < value <= most):
+            if value is not None and not (_is_number(value) and 0 < value <= most):
                 raise ValueError(
                     f"auto: {key}={value!r} must be a number above 0" + (", at most 1" if most == 1.0 else "")
                 )
         for key in ("host_budget_gib", "disk_budget_gib"):
             value = getattr(self, key)
-            bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
-            if bad or value < 0:
+            if not (_is_number(value) and value >= 0):
                 raise ValueError(f"auto: {key}={value!r} must be a number, 0 (no offload there) or more")
         if not isinstance(self.bitwise, bool):
             raise ValueError(f"auto: bitwise={self.bitwise!r} must be true or false")
@@ -199,6 +198,11 @@ class Auto:
         device = self.device()
         is_guess = self.hardware is None and not torch.cuda.is_available()
         return f"{device.name} (none was named: strategy.hardware)" if is_guess else device.name
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a setting is a finite number that floats can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def told(source: Mapping[str, Any]) -> str:

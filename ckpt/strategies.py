@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -119,7 +120,7 @@ class Selective:
             raise ValueError(
                 "selective: by_price and min_flops_per_byte go together: keep=by_price min_flops_per_byte=1000"
             )
-        if price is not None and not (isinstance(price, (int, float)) and math.isfinite(price) and price >= 0):
+        if price is not None and not (isinstance(price, (int, float)) and 0 <= price <= sys.float_info.max):
             raise ValueError(f"selective: min_flops_per_byte={price!r} must be a finite number, 0 or more")
 
     @property

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import re
+import sys
 import types
 import typing
 from typing import Any, Literal, TypeVar
@@ -140,11 +140,11 @@ def _check_bounds(value: Any, bounds: dict[str, float], path: str) -> None:
             or ("above" in bounds and not number > bounds["above"])
             or ("at_most" in bounds and not number <= bounds["at_most"])
             or ("below" in bounds and not number < bounds["below"])
-            or not math.isfinite(number)
+            or not abs(number) <= sys.float_info.max
         )
         if failed:
             words = " and ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in bounds.items())
-            finite = "" if math.isfinite(number) else " and finite" if words else "finite"
+            finite = "" if abs(number) <= sys.float_info.max else " and finite" if words else "finite"
             raise ValueError(f"{path}={value!r} is out of range: it must be {words}{finite}.")
 
 

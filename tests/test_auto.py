@@ -324,7 +324,10 @@ def test_recipes_plan_for_the_device_that_the_run_is_for(words, device):
     assert auto.device_said() == device
 
 
-@pytest.mark.parametrize("settings", [{"host_budget_gib": -1}, {"disk_budget_gib": float("inf")}, {"bitwise": 1}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"host_budget_gib": -1}, {"disk_budget_gib": float("inf")}, {"disk_budget_gib": 10**400}, {"bitwise": 1}],
+)
 def test_offload_budgets_and_bitwise_are_checked(settings):
     with pytest.raises(ValueError, match=f"auto: {next(iter(settings))}="):
         Auto(budget_gib=1, **settings)

@@ -84,6 +84,7 @@ STREAMED = [(f"{words} data.streaming=true", what, fix) for words, what, fix in 
 OTHERS = [
     ("seq_len=0", "seq_len=0 is out of range", "at least 2"),
     ("seq_len=200000", "beyond the 131072 positions", "rope_scaling.type=yarn model.rope_scaling.factor=2"),
+    ("steps=" + "9" * 400, "is out of range", "finite"),
     ("seqlen=64", "seqlen is no key", "Did you mean seq_len?"),
     ("+strategy=fuller", "strategy=fuller is unknown", "Did you mean full?"),
     ("+strategy=full strategy.n=3", "strategy.n is no field of strategy full", "belongs to every_n"),
