@@ -17,6 +17,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from ckpt.precision import local_part
+
 
 @contextmanager
 def alone(model: nn.Module) -> Iterator[torch.device]:
@@ -41,16 +43,12 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 def _depends_on_others(model: nn.Module) -> bool:
     parameters = list(model.parameters())
-    if any(isinstance(_local(p), FakeTensor) for p in parameters):
+    if any(isinstance(local_part(p).data, FakeTensor) for p in parameters):
         return False  # a simulation, which is alone already
     config = getattr(model, "config", None)
     get = getattr(config, "get_text_config", None)
     attention = getattr(get(decoder=True) if get else config, "_attn_implementation", None)
     return any(p.is_meta or isinstance(p, DTensor) for p in parameters) or str(attention).startswith("ckpt_ulysses_")
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.data
 
 
 @contextmanager
@@ -76,7 +74,7 @@ def _fake_tensors(model: nn.Module, mode: torch._subclasses.FakeTensorMode) -> I
 
 
 def _fake(tensor: torch.Tensor, mode: torch._subclasses.FakeTensorMode) -> torch.Tensor:
-    local = _local(tensor)
+    local = local_part(tensor)
     with mode:
         value = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="cpu")
     if isinstance(tensor, DTensor):
