@@ -51,12 +51,22 @@ def named_layers(model: nn.Module) -> Iterator[None]:
     """Put a range around each forward of each decoder layer: "layer 3 (model.layers.3, LlamaDecoderLayer) forward".
 
     A replay calls the layer's forward without its hooks, so these ranges are the first run's; the engine names replays.
+    A compiled layer is named around its compiled call: a hook would have it compiled again, in the profiled step. Its
+    replays are inside the compiled backward, where no range can be.
     """
     with contextlib.ExitStack() as stack:
         for layer in find_layers(model):
             open_ranges: list[record_function] = []  # a layer may run inside itself
-
             name = f"layer {layer.index} ({layer.name}, {layer.kind}) forward"
+            if (compiled := layer.module.__dict__.get("_compiled_call_impl")) is not None:
+
+                def call(*args, name=name, compiled=compiled, **kwargs):
+                    with record_function(name):
+                        return compiled(*args, **kwargs)
+
+                layer.module._compiled_call_impl = call
+                stack.callback(setattr, layer.module, "_compiled_call_impl", compiled)
+                continue
 
             def enter(module, args, name=name, open_=open_ranges):
                 open_.append(record_function(name))

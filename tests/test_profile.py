@@ -94,3 +94,30 @@ def test_a_step_that_fails_leaves_no_trace_and_no_hook(tmp_path):
             model(input_ids=torch.full((1, 4), 64), use_cache=False)
     assert not list(tmp_path.iterdir()) and not torch.autograd._profiler_enabled()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.model.layers)
+
+
+def test_a_compiled_layer_is_named_and_not_compiled_again(tmp_path):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
+    )
+    model, graphs = LlamaForCausalLM(config).train(), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    ckpt.apply(model, "none", compile={"backend": backend})
+    ids = torch.randint(0, 64, (1, 16))
+
+    def step():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    step()
+    calls, known = [layer._compiled_call_impl for layer in model.model.layers], len(graphs)
+    with profile.profiled_step(model, tmp_path, torch.device("cpu")):
+        step()
+    names = [f"layer {i} (model.layers.{i}, LlamaDecoderLayer) forward" for i in (0, 1)]
+    assert counts(tmp_path, " forward") == dict.fromkeys(names, 1)
+    assert [layer._compiled_call_impl for layer in model.model.layers] == calls
+    step()
+    assert len(graphs) == known > 0
