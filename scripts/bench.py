@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import io
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -33,30 +35,53 @@ from scripts.bench_cases import CASES, QUICK, Case  # noqa: E402
 from scripts.bench_compile import compile_points  # noqa: E402
 from scripts.bench_measure import Planner, Reference, measured, rounds  # noqa: E402
 from scripts.bench_rows import Row, rows  # noqa: E402
-from scripts.bench_store import Store, load  # noqa: E402
+from scripts.bench_store import Store, first_line, load, only_run, write  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the passes that are asked for, then write the table."""
     options = parse(argv)
+    try:
+        run(options)
+    except ValueError as error:  # what was asked for does not go with the files that are there
+        sys.exit(f"bench.py: {error}")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure what is lacking, then write. Raises ValueError for files of another set-up, damaged, or in use."""
     torch.set_num_threads(1)
-    cases = [QUICK] if options.quick else [CASES[name] for name in options.cases.split(",")]
+    cases = chosen_cases(options)
+    if options.readme:  # hours before it is written
+        bench_table.check_markers(options.readme.read_text())
     if not options.table:
-        stores = {case.name: Store(options.out, case, options.fresh) for case in cases}
-        for case in cases:
-            measure_cells(case, stores[case.name], options)
-        for case in cases:
-            if not options.no_times:
-                measure_times(case, stores[case.name], options)
-            if options.compile:
-                compile_points(case, stores[case.name], num_rounds=min(case.rounds, 5))
+        with only_run(options.out):
+            measure(cases, options)
     found = load(options.out)
-    options.markdown.parent.mkdir(parents=True, exist_ok=True)
-    options.markdown.write_text(bench_table.markdown(found, options.markdown.with_suffix(".png").name))
-    bench_table.draw(found, options.markdown.with_suffix(".png"))
+    page, picture = bench_table.markdown(found, options.markdown.with_suffix(".png").name), io.BytesIO()
+    bench_table.draw(found, picture)
+    files = {options.markdown: page.encode(), options.markdown.with_suffix(".png"): picture.getvalue()}
     if options.readme:
-        options.readme.write_text(bench_table.put_into_readme(options.readme.read_text(), found))
+        files[options.readme] = bench_table.put_into_readme(options.readme.read_text(), found).encode()
+    for path, content in files.items():
+        write(path, content)
     print(f"wrote {options.markdown} and {options.markdown.with_suffix('.png')}")
+
+
+def chosen_cases(options: argparse.Namespace) -> list[Case]:
+    """Return the cases asked for."""
+    return [QUICK] if options.quick else [CASES[name] for name in options.cases.split(",")]
+
+
+def measure(cases: Sequence[Case], options: argparse.Namespace) -> None:
+    """Run the passes that are asked for."""
+    stores = {case.name: Store(options.out, case, options.fresh) for case in cases}
+    for case in cases:
+        measure_cells(case, stores[case.name], options)
+    for case in cases:
+        if not options.no_times:
+            measure_times(case, stores[case.name], options)
+        if options.compile:
+            compile_points(case, stores[case.name], num_rounds=min(case.rounds, 5))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -76,6 +101,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if unknown := set(options.cases.split(",")) - set(CASES):
         parser.error(f"--cases {','.join(sorted(unknown))} is unknown; there are {', '.join(CASES)}")
+    names = {name for case in chosen_cases(options) for name in (*case.same, *case.best)}
+    for flag, patterns in (("--only", options.only), ("--redo", options.redo)):
+        for pattern in filter(None, patterns.split(",")):
+            if not any(matches(name, pattern) for name in names):
+                parser.error(f"{flag} {pattern} fits no row of these cases; there are {', '.join(sorted(names))}")
+    for path in (options.out, options.markdown.parent):  # before hours are spent
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"{path} cannot be written to: {error.strerror}")
+        if not os.access(path, os.W_OK):
+            parser.error(f"{path} cannot be written to")
+    if options.readme and not options.readme.is_file():
+        parser.error(f"--readme {options.readme}: there is no such file")
     return options
 
 
@@ -84,7 +123,9 @@ def wanted(case: Case, options: argparse.Namespace) -> dict[str, Row]:
     found = {}
     for losses, names in (("same", case.same), ("best", case.best)):
         made = rows(losses)
-        found |= {f"{losses}: {name}": made[name] for name in names if matches(name, options.only)}
+        asked = {name for name in names if matches(name, options.only)}
+        asked |= {made[name].budget_of for name in asked}  # whose measured peaks are their budgets
+        found |= {f"{losses}: {name}": made[name] for name in names if name in asked}
     return found
 
 
@@ -97,24 +138,26 @@ def measure_cells(case: Case, store: Store, options: argparse.Namespace) -> None
     """Measure the rows that the store lacks."""
     reference, planner = Reference(case), Planner(case)
     for key, row in wanted(case, options).items():
-        if key in store.cells and not matches(row.name, options.redo):
-            continue
         losses, start = key.split(":")[0], time.perf_counter()
+        other = store.cells.get(f"{losses}: {row.budget_of}", {})
+        no_peak = f"ValueError: {row.budget_of} has no peak to plan for"
+        has_peak_now = "peak_bytes" in other and store.cells.get(key, {}).get("refused") == no_peak
+        if key in store.cells and not matches(row.name, options.redo) and not has_peak_now:
+            continue
         plan = None
         try:
             if row.budget_of is not None:
-                other = store.cells.get(f"{losses}: {row.budget_of}", {})
                 if "peak_bytes" not in other:
-                    raise ValueError(f"{row.budget_of} has no peak to plan for")
+                    raise ValueError(no_peak.partition(": ")[2])
                 budget = int(other["peak_bytes"] * row.budget_share)
                 plan = planner.plan(row, budget)
             # Where each side has its own loss, all are held against full logits: chunks reorder sums.
             cell = measured(case, row, rows(losses)["none"], reference, plan)
-        except (ValueError, ImportError, RuntimeError) as error:
+        except Exception as error:
             # No plan fits, or the row whose peak it needs has none, or a peer's policy breaks: here or at its import.
-            if isinstance(error, (ImportError, RuntimeError)) and row.side != "peer":
+            if not isinstance(error, ValueError) and row.side != "peer":
                 raise
-            cell = {"refused": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+            cell = {"refused": first_line(error)}
         cell |= {"what": row.what, "side": row.side, "source": row.source, "loss": row.loss, "tile_mlp": row.tile_mlp}
         if plan is not None:
             cell |= {"budget_bytes": budget, "plan": plan.to_dict()}

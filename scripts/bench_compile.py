@@ -22,7 +22,7 @@ from ckpt.layers import find_layers
 from scripts.bench_cases import Case
 from scripts.bench_measure import compared
 from scripts.bench_rows import Row, rows
-from scripts.bench_store import Store
+from scripts.bench_store import Store, first_line
 
 BUDGETS = (0.2, 0.5, 0.8)
 
@@ -69,7 +69,7 @@ def compile_points(case: Case, store: Store, num_rounds: int) -> None:
             except Exception as error:  # the compiler raises what it likes
                 if not variant.has_policy:
                     raise
-                cells[variant.name] = {"what": variant.what, "refused": str(error).strip().splitlines()[0]}
+                cells[variant.name] = {"what": variant.what, "refused": first_line(error)}
         _, expected, gradients = ready["eager none"][1]
         for variant in (v for v in variants() if v.name in ready):
             _, (peak, loss, mine) = ready[variant.name]

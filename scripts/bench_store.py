@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ class Store:
     def __init__(self, folder: Path, case: Case, fresh: bool = False):
         self.path = folder / f"{case.name}.json"
         head = {"case": json.loads(json.dumps(case.to_dict())), "circumstances": circumstances()}
-        known = json.loads(self.path.read_text()) if self.path.exists() and not fresh else {}
+        known = _read(self.path) if self.path.exists() and not fresh else {}
         changed = [name for name in head if known and known.get(name) != head[name]]
         if changed:
             raise ValueError(
@@ -51,12 +54,51 @@ class Store:
     def save(self) -> None:
         """Write the file, whole or not at all."""
         values = {**self.head, "cells": self.cells, "rounds": self.rounds, "compiled": self.compiled}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(values, indent=1) + "\n")
-        os.replace(partial, self.path)
+        write(self.path, (json.dumps(values, indent=1) + "\n").encode())
 
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read all cases of a folder, by name."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    """Read all cases of a folder, by name. Raises ValueError where there are none, or one is damaged."""
+    found = {path.stem: _read(path) for path in sorted(folder.glob("*.json"))}
+    if not found:
+        raise ValueError(f"{folder} holds no figures: measure first, without --table, or give their folder with --out.")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+        lacking = {"case", "circumstances", "cells", "rounds"} - set(values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}. Restore it, or move it away and measure again.") from None
+    if lacking:
+        raise ValueError(f"{path} lacks {', '.join(sorted(lacking))}: no figures of this benchmark. Move it away.")
+    return values
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def only_run(folder: Path) -> Iterator[None]:
+    """Keep other runs from a folder: they would overwrite each other's figures. Raises ValueError for a second."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run is measuring into {folder}. Wait for it, or give --out.") from None
+        yield
+    finally:
+        os.close(handle)  # and with it the lock, as at the end of a process that was killed
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its message, which may be empty."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

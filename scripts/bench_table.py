@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MIB = 2**20
 # Two-sided 95% quantiles of Student's t for 1 to 10 degrees of freedom.
@@ -156,10 +156,15 @@ BEGIN, END = "<!-- bench.py: begin -->", "<!-- bench.py: end -->"
 
 def put_into_readme(text: str, found: Found) -> str:
     """Replace what stands between the two markers. Raises ValueError where they are missing."""
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"the README has no lines {BEGIN} and {END} to put the table between")
+    check_markers(text)
     before, _, rest = text.partition(BEGIN)
     return before + "\n".join([BEGIN, *readme(found), END]) + rest.partition(END)[2]
+
+
+def check_markers(text: str) -> None:
+    """Raise ValueError where the two markers are missing."""
+    if BEGIN not in text or END not in text.partition(BEGIN)[2]:
+        raise ValueError(f"the README has no lines {BEGIN} and {END} to put the table between")
 
 
 def readme(found: Found) -> list[str]:
@@ -168,7 +173,9 @@ def readme(found: Found) -> list[str]:
     one = found[name]
     cells, rounds = one["cells"], one["rounds"]
     pairs = {k: p for k, p in auto_pairs(cells, rounds).items() if k.startswith("same:")}
-    base = cells["same: none"]
+    base = cells.get("same: none", {})
+    if "flops" not in base:
+        raise ValueError(f"{name} lacks its row none, which the README's table compares with: measure it first")
     lines = [
         f"{title_of(one['case'])}:",
         "",
@@ -210,7 +217,7 @@ _STYLE = {
 }
 
 
-def draw(found: Found, path: Path) -> None:
+def draw(found: Found, path: Path | BinaryIO) -> None:
     """Draw a case a column: peak against FLOPs above, peak against CPU time below; auto's points are joined."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -236,7 +243,7 @@ def draw(found: Found, path: Path) -> None:
         axes[1][column].set_xlabel("peak live MiB")
     axes[0][0].set_ylabel("FLOPs / none")
     axes[1][0].set_ylabel("CPU time / none")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")
 
 
 def _panel(axis: Any, cells: Mapping[str, Any], values: Mapping[str, float]) -> None:

@@ -11,7 +11,7 @@ from scripts import bench, bench_rows, bench_table
 from scripts.bench_cases import ALL, BEST, CASES, QUICK
 from scripts.bench_measure import Reference, measured
 from scripts.bench_rows import rows
-from scripts.bench_store import Store
+from scripts.bench_store import Store, only_run
 
 
 def run(folder, *arguments):
@@ -179,3 +179,85 @@ def test_readme_gets_the_table_between_its_markers(quick):
     assert bench_table.put_into_readme(made, {"quick": found | {"cells": cells}}) == made
     with pytest.raises(ValueError, match="no lines"):
         bench_table.put_into_readme("nothing", {"quick": found})
+
+
+def test_asking_for_auto_alone_measures_the_row_that_its_budget_is_taken_from():
+    options = bench.parse(["--cases", "llama", "--only", "auto @ trl", "--table"])
+    assert list(bench.wanted(CASES["llama"], options)) == [
+        f"{losses}: {name}" for losses in ("same", "best") for name in ("trl", "auto @ trl")
+    ]
+
+
+def test_auto_refused_for_want_of_a_peak_is_planned_once_there_is_one(quick, tmp_path, monkeypatch):
+    import dataclasses
+
+    _, found, _ = quick
+    refused = {"refused": "ValueError: library 1 has no peak to plan for", "side": "ours", "what": "", "source": "",
+               "loss": "chunked"}  # fmt: skip
+    cells = {"same: library 1": found["cells"]["same: library 1"], "same: auto @ library 1": refused}
+    (tmp_path / "quick.json").write_text(json.dumps(found | {"cells": cells, "rounds": []}))
+    case = dataclasses.replace(QUICK, same=("library 1", "auto @ library 1"), best=())
+    budgets = []
+
+    def plan(self, row, budget):
+        budgets.append(budget)
+        raise ValueError("nothing fits")
+
+    monkeypatch.setattr(bench, "QUICK", case)
+    monkeypatch.setattr(bench.Planner, "plan", plan)
+    again, _ = run(tmp_path, "--no-times")
+    assert budgets == [cells["same: library 1"]["peak_bytes"]]
+    assert again["cells"]["same: auto @ library 1"]["refused"] == "ValueError: nothing fits"
+
+
+def test_a_peer_that_fails_without_a_message_is_recorded(tmp_path, monkeypatch):
+    def broken(model, policy):
+        raise AttributeError
+
+    monkeypatch.setattr(bench_rows, "_wrap", broken)
+    found, _ = run(tmp_path, "--only", "none,torchtitan + attention", "--no-times")
+    assert found["cells"]["same: torchtitan + attention"]["refused"] == "AttributeError"
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--only", "trll"], "--only trll fits no row"), (["--redo", "ful"], "--redo ful fits no row"),
+    (["--cases", "lama"], "lama is unknown"), (["--out", "/dev/null/x"], "cannot be written"),
+    (["--readme", "no_such_file.md"], "there is no such file"),
+])  # fmt: skip
+def test_a_mistake_on_the_command_line_is_told_before_anything_is_measured(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        bench.main(arguments)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content, said", [
+    ('{"case": ', "is damaged"), ("[]", "lacks case"), ('{"cells": {}}', "lacks case"), (None, "holds no figures"),
+])  # fmt: skip
+def test_damaged_or_missing_figures_leave_page_and_readme_as_they_are(tmp_path, content, said):
+    page, readme = tmp_path / "bench.md", tmp_path / "README.md"
+    page.write_text("old page")
+    readme.write_text(f"{bench_table.BEGIN}\nold\n{bench_table.END}\n")
+    if content is not None:
+        (tmp_path / "llama.json").write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["--table", "--out", str(tmp_path), "--markdown", str(page), "--readme", str(readme)])
+    assert said in str(ended.value.code) and "\n" not in str(ended.value.code)
+    assert page.read_text() == "old page" and "old" in readme.read_text()
+
+
+def test_a_readme_without_a_base_row_is_refused_before_anything_is_written(quick, tmp_path):
+    _, found, _ = quick
+    cells = {"same: library 1": found["cells"]["same: library 1"]}
+    (tmp_path / "quick.json").write_text(json.dumps(found | {"cells": cells}))
+    (tmp_path / "README.md").write_text(f"{bench_table.BEGIN}\n{bench_table.END}\n")
+    with pytest.raises(SystemExit, match="lacks its row none"):
+        run(tmp_path, "--table", "--readme", str(tmp_path / "README.md"))
+    assert not list((tmp_path / "page").iterdir())
+
+
+def test_a_second_run_into_one_folder_is_refused(tmp_path):
+    with only_run(tmp_path):
+        with pytest.raises(SystemExit, match="another run is measuring"):
+            run(tmp_path)
+    with only_run(tmp_path):
+        pass
