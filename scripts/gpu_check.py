@@ -32,7 +32,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from scripts import gpu_check_memory, gpu_check_speed  # noqa: E402
+from scripts import bench_store, gpu_check_memory, gpu_check_speed  # noqa: E402
 from scripts.gpu_check_scale import H200, TOY  # noqa: E402
 from scripts.gpu_check_setup import Check, OutOfTime  # noqa: E402
 
@@ -68,11 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             start, check.section = time.perf_counter(), name
             run_section(check, name)
             took[name] = round(time.perf_counter() - start, 1)
+            report = {**circumstances(check), "sections": options.only, "seconds": took, "rows": check.rows}
+            write(report, options.json)  # after each: what ends the process takes no finding with it
     finally:
         check.close()
-    report = {**circumstances(check), "seconds": took, "rows": check.rows}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
     print(table(report))
     print(f"wrote {options.json}")
     return 0 if all(row["ok"] is not False for row in check.rows) else 1
@@ -91,7 +90,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--only {','.join(unknown)} is unknown; there are {', '.join(SECTIONS)}")
     if options.json is None:
         options.json = ROOT / "results" / f"gpu_check_{'toy' if options.toy else 'h200'}.json"
+    try:  # before anything is measured
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        if options.json.is_dir() or not os.access(options.json.parent, os.W_OK):
+            raise OSError("no file may be written there")
+    except OSError as error:
+        parser.error(f"--json {options.json}: {error}")
     return options
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    """Write the report, whole or not at all."""
+    bench_store.write(path, (json.dumps(report, indent=1, default=str) + "\n").encode())
 
 
 def run_section(check: Check, name: str) -> None:
@@ -102,7 +112,7 @@ def run_section(check: Check, name: str) -> None:
         check.note("not finished", "-", str(error), None)
     except Exception as error:  # whatever a device may raise, out of memory included
         traceback.print_exc()
-        check.note("failed", "-", f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}", False)
+        check.note("failed", "-", bench_store.first_line(error)[:200], False)
     finally:
         check.free()
 

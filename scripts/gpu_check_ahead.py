@@ -17,6 +17,9 @@ from ckpt.predict import read
 from ckpt.simulate import Simulator
 from scripts.gpu_check_scale import SCALES, STRATEGIES
 
+# The allocator rounds each tensor up to 512 bytes: room for 2,048 tensors at the peak.
+ROUNDING_BYTES = 2**20
+
 
 def without_device() -> None:
     """Make sure that a process leaves the device alone."""
@@ -40,11 +43,12 @@ def predicted(scale_name: str, num_layers: int, seq_len: int, names: tuple[str, 
 def planned(scale_name: str, num_layers: int, seq_len: int, num_budgets: int) -> list[tuple[int, dict]]:
     """Plan for budgets from the peak of `full` to that of `none`, in equal steps.
 
-    Return (budget in bytes, plan), the device's own workspaces in the budget but not in what is planned.
+    Return (budget in bytes, plan), the device's own in the budget but not in what is planned:
+    cuBLAS workspaces, and the allocator's rounding.
     """
     scale = SCALES[scale_name]
     work = scale.workload(seq_len)
-    extra = 0 if scale.hardware is None else find(scale.hardware).fixed_bytes()
+    extra = 0 if scale.hardware is None else find(scale.hardware).fixed_bytes() + ROUNDING_BYTES
     frontier = Auto(budget_gib=1.0, objective="flops", bitwise=True).frontier(scale.config(num_layers), work)
     least, most = frontier.full.peak_bytes, frontier.none.peak_bytes
     plans = []

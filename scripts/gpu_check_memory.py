@@ -130,7 +130,7 @@ def peaks(check: Check) -> None:
         for name, (strategy, tiles) in STRATEGIES.items():
             check.heed_time()
             what = f"{num_layers} layers, T={seq_len:,}, {name}"
-            known = asked[at, name].result()[name]
+            known = check.result(asked[at, name])[name]
             expected = known["peak_bytes" if num_steps > 1 else "first_step_peak_bytes"]
             if check.is_cuda and expected > 0.95 * torch.cuda.get_device_properties(0).total_memory:
                 check.note(what, "-", f"predicted {_gib(expected)}, does not fit", None)
@@ -164,7 +164,7 @@ def _measured_peak(
 def budgets(check: Check) -> None:
     """Auto's plans at budgets from the peak of `full` to that of keeping everything: measured peak within each."""
     scale = check.scale
-    plans = check.plans().result()
+    plans = check.result(check.plans())
     model, ids = check.model(scale.num_layers), check.tokens(scale.auto_tokens)
     for budget, plan in plans:
         check.heed_time()

@@ -122,6 +122,16 @@ class Check:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             yield
 
+    def result(self, future: Future) -> Any:
+        """Wait for another process, no longer than the time allowed."""
+        left = self.seconds - (time.perf_counter() - self.start)
+        try:
+            return future.result(timeout=max(left, 0.0))
+        except TimeoutError:
+            if future.done():
+                raise  # its own
+            raise OutOfTime(f"the {self.seconds:.0f} s allowed ended before its prediction was made") from None
+
     # -- other processes ----------------------------------------------------------------------------------------------
 
     def ask(self, function: Callable, *args: Any) -> Future:
@@ -175,9 +185,12 @@ class Check:
         return {name: self.ask(longest, budget, name, loss) for name, loss in CONTEXT_SIDES.items()}
 
     def close(self) -> None:
-        """End the other processes."""
+        """End the other processes, whatever they are at: Python would wait for them at its end."""
         if self._pool is not None:
+            workers = list((self._pool._processes or {}).values())
             self._pool.shutdown(wait=False, cancel_futures=True)
+            for worker in workers:
+                worker.terminate()
 
 
 def step_of(model: nn.Module, ids: torch.Tensor, **inputs: Any) -> Callable[[], torch.Tensor]:

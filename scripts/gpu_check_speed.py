@@ -13,6 +13,7 @@ import ckpt
 from ckpt.flops import FlopCounter
 from ckpt.plan import Plan
 from recipes.meter import device_peak
+from recipes.probe import step_flops
 from scripts.gpu_check_scale import CONTEXT_SIDES, STRATEGIES
 from scripts.gpu_check_setup import Check, step_of
 
@@ -51,7 +52,7 @@ def speed(check: Check) -> None:
     seq_len = scale.auto_tokens
     ids = check.tokens(seq_len)
     # The library's peak with this loss is that of `full`, whose prediction is the lowest budget.
-    _, plan = check.plans().result()[0]
+    _, plan = check.result(check.plans())[0]
     models = {"library, every layer": _library(check)}
     for name, strategy in {"none": "none", "full": "full", "auto at that memory": Plan.from_dict(plan)}.items():
         models[name] = check.model(scale.num_layers)
@@ -70,15 +71,19 @@ def speed(check: Check) -> None:
             models[name].zero_grad(set_to_none=True)
         seconds = check.paired(steps)
     most = device_peak(check.device, torch.bfloat16).flops
+    # As in a run's metrics: the scores that a fused backward makes again are no model FLOPs.
+    needed = step_flops(counter, 0, [{"input_ids": ids}])
+    model_flops = needed.model_matmul + needed.model_attention
     for name, found in seconds.items():
         ratio = statistics.median(a / b for a, b in zip(found, seconds["library, every layer"], strict=True))
         median = statistics.median(found)
         asked, ok = ("time < 1", ratio < 1) if name.startswith("auto") else ("-", None)
         check.note(
             f"T={seq_len:,}, {name}", asked,
-            f"{seq_len / median:,.0f} tokens/s, MFU {counter.total / median / most:.1%}, {peaks[name] / 2**30:.2f} GiB,"
+            f"{seq_len / median:,.0f} tokens/s, MFU {model_flops / median / most:.1%}, {peaks[name] / 2**30:.2f} GiB,"
             f" {ratio:.3f} of the library's time",
             ok if check.is_cuda else None, seconds=found, peak_bytes=peaks[name], ratio=ratio,
+            model_flops=model_flops,
         )  # fmt: skip
 
 
@@ -96,7 +101,7 @@ def context(check: Check) -> None:
     asked, lengths = check.longest(), {}
     for name, loss in CONTEXT_SIDES.items():
         check.heed_time()
-        lengths[name] = asked[name].result()
+        lengths[name] = check.result(asked[name])
         model, ids = check.model(scale.num_layers), check.tokens(lengths[name])
         if name == "library":
             model.activation_checkpointing_enable()

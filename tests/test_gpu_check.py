@@ -1,13 +1,14 @@
 """scripts/gpu_check.py: all its code runs on a CPU, as a toy."""
 
 import json
+from concurrent.futures import Future
 
 import pytest
 import torch
 
 from scripts import gpu_check
 from scripts.gpu_check_scale import TOY
-from scripts.gpu_check_setup import Check
+from scripts.gpu_check_setup import Check, OutOfTime
 
 
 def run(tmp_path, *arguments):
@@ -110,3 +111,86 @@ def test_asked_twice_is_run_once():
     check = Check(TOY, 10)
     assert check.ask(count, 1) is check.ask(count, 1) and check.ask(count, 2).result() == "toy"
     assert calls == [1, 2]
+
+
+def test_what_ends_the_check_leaves_the_findings_of_the_sections_before(tmp_path, monkeypatch):
+    def ended(check):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(gpu_check.SECTIONS, "offload", ended)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "--only", "pool,offload")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["sections"] == ["pool", "offload"] and list(report["seconds"]) == ["pool"] and report["rows"]
+
+
+def test_a_failure_without_a_message_is_recorded(tmp_path, monkeypatch):
+    def broken(check):
+        raise AssertionError
+
+    monkeypatch.setitem(gpu_check.SECTIONS, "exact", broken)
+    code, report = run(tmp_path, "--only", "exact")
+    assert code == 1 and report["rows"][0]["got"] == "AssertionError"
+
+
+def test_a_prediction_that_does_not_come_ends_the_section_in_time():
+    check = Check(TOY, 0.05)
+    with pytest.raises(OutOfTime, match="before its prediction was made"):
+        check.result(Future())
+    done = Future()
+    done.set_result(3)
+    assert check.result(done) == 3  # what is there is taken even then
+
+
+def test_a_report_that_cannot_be_written_is_told_at_the_start(capsys):
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main(["--toy", "--json", "/dev/null/report.json"])
+    assert ended.value.code == 2 and "/dev/null/report.json" in capsys.readouterr().err
+
+
+def test_mfu_leaves_out_the_scores_that_a_fused_backward_makes_again(tmp_path, monkeypatch):
+    from scripts import gpu_check_speed
+
+    seen = []
+    true = gpu_check_speed.step_flops
+
+    def seeing(*arguments):
+        seen.append(true(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(gpu_check_speed, "step_flops", seeing)
+    _, report = run(tmp_path, "--only", "speed")
+    (counted,) = seen
+    assert 0 < counted.model_attention < counted.hardware_attention
+    needed = counted.model_matmul + counted.model_attention
+    assert {row["model_flops"] for row in report["rows"]} == {needed}
+
+
+@pytest.mark.slow
+def test_plans_for_the_device_are_predicted_within_their_budgets_there():
+    from ckpt.hardware import find
+    from ckpt.plan import Plan
+    from ckpt.predict import read
+    from ckpt.simulate import Simulator
+    from scripts.gpu_check_ahead import planned
+    from scripts.gpu_check_scale import H200
+
+    simulator = Simulator(H200.config(H200.num_layers), H200.workload(H200.auto_tokens))
+    for budget, plan in planned("h200", H200.num_layers, H200.auto_tokens, H200.num_budgets):
+        prediction = read(simulator.run(Plan.from_dict(plan)), simulator.work, find("h200"))
+        assert max(prediction.peak_bytes, prediction.first_step_peak_bytes) <= budget
+
+
+@pytest.mark.cli
+def test_other_processes_predict_for_the_device_and_end_when_told():
+    from scripts.gpu_check_ahead import predicted
+    from scripts.gpu_check_scale import H200
+
+    check = Check(H200, 120)
+    made = check.result(check.ask(predicted, 2, 1024, ("full",)))
+    assert made["full"]["device_only_bytes"] > 0
+    check.ask(predicted, 2, 2048, ("full",))  # not waited for
+    (worker, *_) = check._pool._processes.values()
+    check.close()
+    worker.join(20)
+    assert not worker.is_alive()
