@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from ckpt.plan import Plan  # noqa: E402
 from scripts import bench_table  # noqa: E402
 from scripts.bench_cases import CASES, QUICK, Case  # noqa: E402
-from scripts.bench_compile import compile_points  # noqa: E402
+from scripts.bench_compile import compile_points, compiler_problem  # noqa: E402
 from scripts.bench_measure import Planner, Reference, measured, rounds  # noqa: E402
 from scripts.bench_rows import Row, rows  # noqa: E402
 from scripts.bench_store import Store, first_line, load, only_run, write  # noqa: E402
@@ -115,6 +115,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"{path} cannot be written to")
     if options.readme and not options.readme.is_file():
         parser.error(f"--readme {options.readme}: there is no such file")
+    if options.compile and not options.table and (problem := compiler_problem()):
+        parser.error(f"--compile needs a C++ compiler: {problem}")
     return options
 
 

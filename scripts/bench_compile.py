@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch._inductor.compile_fx
 from torch import nn
+from torch._inductor.cpp_builder import get_cpp_compiler
 
 from ckpt.layers import find_layers
 from scripts.bench_cases import Case
@@ -53,6 +54,15 @@ def variants() -> list[Variant]:
     ]
     made += [Variant(f"budget {b}", f"compiled, activation_memory_budget={b}", row["none"], budget=b) for b in BUDGETS]
     return made
+
+
+def compiler_problem() -> str:
+    """Return why inductor finds no C++ compiler here, empty if it finds one."""
+    try:
+        get_cpp_compiler()
+    except Exception as error:  # the compiler raises what it likes
+        return first_line(error)
+    return ""
 
 
 def compile_points(case: Case, store: Store, num_rounds: int) -> None:

@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     check = Check(TOY if options.toy else H200, options.seconds)
     took = {}
+    if check.is_cuda:
+        note_device(check, torch.cuda.get_device_name())
     try:
         check.ask_ahead(options.only)
         for name in options.only:
@@ -102,6 +104,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def write(report: dict[str, Any], path: Path) -> None:
     """Write the report, whole or not at all."""
     bench_store.write(path, (json.dumps(report, indent=1, default=str) + "\n").encode())
+
+
+def note_device(check: Check, name: str) -> None:
+    """Record whether this is the device that sizes and predictions are for."""
+    check.section = "device"
+    asked = str(check.scale.hardware)
+    check.note("sizes and predictions are for it", asked, name, asked in name.lower())
 
 
 def run_section(check: Check, name: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt.flops import FlopCounter
-from scripts import bench, bench_rows, bench_table
+from scripts import bench, bench_compile, bench_rows, bench_table
 from scripts.bench_cases import ALL, BEST, CASES, QUICK
 from scripts.bench_measure import Reference, measured
 from scripts.bench_rows import rows
@@ -261,3 +261,10 @@ def test_a_second_run_into_one_folder_is_refused(tmp_path):
             run(tmp_path)
     with only_run(tmp_path):
         pass
+
+
+def test_compile_without_a_compiler_is_told_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(bench_compile, "get_cpp_compiler", lambda: (_ for _ in ()).throw(RuntimeError("no g++ here")))
+    with pytest.raises(SystemExit):
+        bench.main(["--quick", "--compile"])
+    assert "--compile needs a C++ compiler: RuntimeError: no g++ here" in capsys.readouterr().err

@@ -194,3 +194,12 @@ def test_other_processes_predict_for_the_device_and_end_when_told():
     check.close()
     worker.join(20)
     assert not worker.is_alive()
+
+
+@pytest.mark.parametrize("name, ok", [("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", False)])
+def test_another_device_than_the_predictions_are_for_is_told(name, ok):
+    from scripts.gpu_check_scale import H200
+
+    check = Check(H200, 10)
+    gpu_check.note_device(check, name)
+    assert [(row["got"], row["ok"]) for row in check.rows] == [(name, ok)]
