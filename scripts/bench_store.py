@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 import transformers
 
+from recipes.lock import hold, release
+from recipes.rundir import write_atomically
 from scripts.bench_cases import Case
 
 
@@ -54,7 +55,8 @@ class Store:
     def save(self) -> None:
         """Write the file, whole or not at all."""
         values = {**self.head, "cells": self.cells, "rounds": self.rounds, "compiled": self.compiled}
-        write(self.path, (json.dumps(values, indent=1) + "\n").encode())
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, json.dumps(values, indent=1) + "\n")
 
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
@@ -87,15 +89,14 @@ def write(path: Path, content: bytes) -> None:
 @contextlib.contextmanager
 def only_run(folder: Path) -> Iterator[None]:
     """Keep other runs from a folder: they would overwrite each other's figures. Raises ValueError for a second."""
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another run is measuring into {folder}. Wait for it, or give --out.") from None
+        held = hold(folder)
+    except ValueError:
+        raise ValueError(f"another run is measuring into {folder}. Wait for it, or give --out.") from None
+    try:
         yield
     finally:
-        os.close(handle)  # and with it the lock, as at the end of a process that was killed
+        release(held)
 
 
 def first_line(error: Exception) -> str:

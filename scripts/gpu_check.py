@@ -32,6 +32,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+from recipes.rundir import write_atomically  # noqa: E402
 from scripts import bench_store, gpu_check_memory, gpu_check_speed  # noqa: E402
 from scripts.gpu_check_scale import H200, TOY  # noqa: E402
 from scripts.gpu_check_setup import Check, OutOfTime  # noqa: E402
@@ -71,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             run_section(check, name)
             took[name] = round(time.perf_counter() - start, 1)
             report = {**circumstances(check), "sections": options.only, "seconds": took, "rows": check.rows}
-            write(report, options.json)  # after each: what ends the process takes no finding with it
+            # After each: what ends the process takes no finding with it.
+            write_atomically(options.json, json.dumps(report, indent=1, default=str) + "\n")
     finally:
         check.close()
     print(table(report))
@@ -99,11 +101,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     except OSError as error:
         parser.error(f"--json {options.json}: {error}")
     return options
-
-
-def write(report: dict[str, Any], path: Path) -> None:
-    """Write the report, whole or not at all."""
-    bench_store.write(path, (json.dumps(report, indent=1, default=str) + "\n").encode())
 
 
 def note_device(check: Check, name: str) -> None:
